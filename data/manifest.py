@@ -1,0 +1,198 @@
+"""The manifest of a prepared corpus: what it was made of, with which tokenizer, and how much it holds.
+
+`DIR/manifest.json` is the last file that `data prepare` puts into DIR: where it is, the corpus is whole.
+Standard library only, so that checks before a run cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import UserError
+
+FORMAT_VERSION = 1
+FILE_NAME = "manifest.json"
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """One input file: absolute path, size in bytes, SHA-256 of its bytes (as stored, compressed or not)."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """One split as written.
+
+    Args:
+        documents: documents kept.
+        tokens: ids in the .bin, the EOD after each document included.
+        text_bytes: UTF-8 bytes of the kept text, EOD not counted (the denominator of bits per byte).
+        duplicates_dropped: documents left out because an earlier one has the same text.
+        bin_sha256: SHA-256 of the .bin file.
+        idx_sha256: SHA-256 of the .idx file.
+    """
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    duplicates_dropped: int
+    bin_sha256: str
+    idx_sha256: str
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """The tokenizer behind the ids; its files lie in DIR/tokenizer.
+
+    Args:
+        source: the folder or hub id the user named.
+        fingerprint: `data.tokenizer.fingerprint` of it.
+        vocab_size: `len(tokenizer)`; every id is below it.
+        eod_id: id appended to each document.
+        eod_token: its text.
+        pad_id: the tokenizer's padding id, if it has one.
+    """
+
+    source: str
+    fingerprint: str
+    vocab_size: int
+    eod_id: int
+    eod_token: str
+    pad_id: int | None
+
+
+@dataclass(frozen=True)
+class EncodingFacts:
+    """Which library produced the ids, and how far the oracle checked it.
+
+    Args:
+        path: "gigatoken", "hf", or "mixed" (gigatoken, but some batches differed and were redone with hf).
+        documents_checked: documents whose gigatoken ids were compared with the HF tokenizer's.
+        batches: batches encoded in all.
+        batches_redone: batches whose sample differed and which the HF tokenizer encoded instead.
+    """
+
+    path: str
+    documents_checked: int
+    batches: int
+    batches_redone: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything known about a prepared corpus.
+
+    Args:
+        name: name of the corpus (its folder).
+        created_by: library versions, by name.
+        settings: what the user asked for, as `PrepareRequest.settings()` gives it (field, dedup, ...).
+        seed: seed of the split hash.
+        shares: share of each split, by name, summing to 1.
+        text_field: JSON field or column that holds the text.
+        dedup: "exact" or "off".
+        dtype: "uint16" or "int32", the type of the ids in the .bin files.
+        lines_skipped: records left out under `on_error="skip"`, in all splits together.
+        empty_documents: records without any visible text, left out.
+        special_text_documents: documents whose text spells a special token of the tokenizer.
+        splits: by name, see `SPLITS`.
+    """
+
+    name: str
+    created_by: dict[str, str]
+    settings: dict[str, Any]
+    seed: int
+    shares: dict[str, float]
+    text_field: str
+    dedup: str
+    dtype: str
+    lines_skipped: int
+    empty_documents: int
+    special_text_documents: int
+    encoding: EncodingFacts
+    tokenizer: TokenizerFacts
+    splits: dict[str, SplitFacts]
+    sources: list[SourceFacts]
+    format_version: int = FORMAT_VERSION
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/manifest.json` in one step: a reader sees all of it or nothing."""
+        target = folder / FILE_NAME
+        part = target.with_suffix(".json.tmp")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=2, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+
+    @staticmethod
+    def load(folder: Path) -> Manifest:
+        """Same as `load_manifest`."""
+        return load_manifest(folder)
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a prepared corpus.
+
+    Raises:
+        UserError: `folder` holds no manifest, or one that this version cannot read.
+    """
+    path = Path(folder) / FILE_NAME
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _not_a_corpus(path) from None
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise _unreadable(path, str(error)) from None
+    if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
+        version = raw.get("format_version") if isinstance(raw, dict) else type(raw).__name__
+        raise _unreadable(path, f"format version {version}")
+    try:
+        return _parse(raw)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, f"a field is missing or unknown: {error}") from None
+
+
+def _parse(raw: dict[str, Any]) -> Manifest:
+    nested = {
+        "encoding": EncodingFacts(**raw["encoding"]),
+        "tokenizer": TokenizerFacts(**raw["tokenizer"]),
+        "splits": {name: SplitFacts(**raw["splits"][name]) for name in SPLITS},
+        "sources": [SourceFacts(**source) for source in raw["sources"]],
+    }
+    return Manifest(**{**raw, **nested})
+
+
+def _not_a_corpus(path: Path) -> UserError:
+    folder = path.parent
+    if (folder / ".partial").is_dir():
+        found = "an interrupted preparation (.partial), no manifest.json"
+        do = "run the same `python launch.py data prepare` again: it continues where it stopped"
+    elif folder.is_dir():
+        found = "a folder without manifest.json"
+        do = f"python launch.py data prepare INPUT --output {folder} --tokenizer NAME"
+    else:
+        found = "no such folder"
+        do = f"python launch.py data prepare INPUT --output {folder} --tokenizer NAME, or correct the path"
+    return UserError(
+        f"{folder} is not a prepared corpus", expected="a folder with manifest.json", found=found, do=do
+    )
+
+
+def _unreadable(path: Path, found: str) -> UserError:
+    return UserError(
+        f"{path} cannot be read",
+        expected=f"a manifest of format version {FORMAT_VERSION}",
+        found=found,
+        do="prepare the corpus again with --overwrite",
+    )
