@@ -1,0 +1,128 @@
+"""NeMo's PreTrainingDataModule over a prepared corpus, with the loss mask kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
+from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
+
+from data.manifest import load_manifest
+from runtime.errors import UserError
+
+SPLITS = ("train", "validation", "test")
+
+
+class WholeMaskGPTDataset(GPTDataset):
+    """GPTDataset whose end-of-document tokens stay in the loss.
+
+    Megatron-Core 0.12 to 0.14 treats every `label == tokenizer.pad` as padding: it zeroes the cached
+    loss mask in place (so the hole stays for all later samples) and rewrites the tokens to id 0. With
+    Qwen's tokenizers pad is the end-of-document token. Prepared corpora hold no padding, so no id is
+    one: -1. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test:
+    tests/train/test_loss_mask.py, which fails on the stock class.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pad_token_id = -1
+
+
+class PreparedDataModule(PreTrainingDataModule):
+    """Train, validation and test of a folder written by `launch.py data prepare`.
+
+    Args:
+        paths: a prepared folder (its tokenizer and splits are used), or NeMo's own
+            `{"train": [...], "validation": [...], "test": [...]}` of .bin/.idx prefixes with weights.
+        tokenizer: needed only with a dict; a folder brings its own. Never falls back to GPT-2's.
+        kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
+
+    Raises:
+        UserError: the folder is not a prepared corpus, or a dict came without a tokenizer.
+    """
+
+    def __init__(
+        self,
+        paths: str | dict[str, list[str]],
+        seq_length: int = 2048,
+        tokenizer: AutoTokenizer | None = None,
+        micro_batch_size: int = 1,
+        global_batch_size: int = 1,
+        num_workers: int = 2,
+        pin_memory: bool = True,
+        persistent_workers: bool = True,
+        reset_position_ids: bool = False,
+        reset_attention_mask: bool = False,
+        eod_mask_loss: bool = False,
+        seed: int = 1234,
+        index_mapping_dir: str | None = None,
+        dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
+    ) -> None:
+        self.manifest = None
+        if not isinstance(paths, dict):
+            folder = Path(paths)
+            self.manifest = load_manifest(folder)
+            tokenizer = tokenizer or AutoTokenizer(str(folder / "tokenizer"), use_fast=True)
+            paths = {split: [str(folder / split)] for split in SPLITS}
+        if tokenizer is None:
+            raise UserError(
+                "no tokenizer for the training data",
+                expected="data.tokenizer beside a dict of prefixes (NeMo would silently take GPT-2's)",
+                found="tokenizer=None",
+                do="give data.paths a folder made by `launch.py data prepare`, or set data.tokenizer",
+            )
+        super().__init__(
+            paths=paths,
+            seq_length=seq_length,
+            tokenizer=tokenizer,
+            micro_batch_size=micro_batch_size,
+            global_batch_size=global_batch_size,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers and num_workers > 0,
+            reset_position_ids=reset_position_ids,
+            reset_attention_mask=reset_attention_mask,
+            eod_mask_loss=eod_mask_loss,
+            seed=seed,
+            split=None,
+            index_mapping_dir=index_mapping_dir,
+            dataset_cls=dataset_cls,
+        )
+        # Without TE, NeMo asks for a seq x seq mask per sample; SDPA is causal by itself.
+        self.create_attention_mask = reset_attention_mask and not HAVE_TE
+
+
+class TokenCount:
+    """Tokens that carried loss in training since the process started (this data-parallel rank)."""
+
+    def __init__(self) -> None:
+        self.unmasked = 0
+        self.total = 0
+
+    def add(self, loss_mask: torch.Tensor) -> None:
+        self.unmasked += int(loss_mask.count_nonzero())
+        self.total += loss_mask.numel()
+
+
+TOKENS = TokenCount()
+
+
+def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
+    """NeMo's data step, with the unmasked tokens of training batches counted while still on the host.
+
+    Args:
+        dataloader_iter: yields (batch, batch_idx, dataloader_idx); batch holds tokens, labels: int64[mbs, seq],
+            loss_mask: float32[mbs, seq], position_ids: int64[mbs, seq].
+    """
+    item = next(dataloader_iter)
+    batch = item[0] if isinstance(item, tuple) else item
+    if torch.is_grad_enabled() and batch.get("loss_mask") is not None:
+        TOKENS.add(batch["loss_mask"])
+    out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
+    out.setdefault("attention_mask", None)
+    return out

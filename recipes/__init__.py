@@ -1,0 +1,1 @@
+"""What to train: the registry, the recipes, and the parts they are made of."""

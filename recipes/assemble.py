@@ -1,0 +1,46 @@
+"""How a plan becomes a NeMo-Run Partial: one line a slot, each slot built in recipes/parts.
+
+The base is NeMo's own `llm.qwen25_500m.pretrain_recipe`; what it gets wrong for this model
+(docs/02-truth.md) is replaced slot by slot.
+"""
+
+from __future__ import annotations
+
+import nemo_run as run
+from nemo.collections import llm
+
+from data.module import PreparedDataModule
+from recipes.parts import callbacks, checkpoint, model, optim, trainer
+from recipes.plan import Plan
+from runtime.worker import pretrain as train
+
+
+def pretrain(plan: Plan) -> run.Partial:
+    """A complete pretraining recipe for one or many GPUs."""
+    recipe = llm.qwen25_500m.pretrain_recipe(num_gpus_per_node=plan.devices, num_nodes=plan.num_nodes, fn=train)
+    recipe.model = model.qwen25(plan)
+    recipe.data = run.Config(
+        PreparedDataModule,
+        paths=plan.data,
+        seq_length=plan.seq_length,
+        micro_batch_size=plan.micro_batch_size,
+        global_batch_size=plan.global_batch_size,
+        num_workers=2,
+        pin_memory=True,
+    )
+    recipe.optim = optim.adam_cosine(plan)
+    recipe.trainer = trainer.megatron(plan, base=recipe.trainer)
+    recipe.trainer.callbacks = callbacks.default()
+    recipe.log = checkpoint.log(plan)
+    recipe.resume = checkpoint.resume()
+    return recipe
+
+
+def on_cpu(recipe: run.Partial) -> run.Partial:
+    """The same recipe on the CPU: fp32, Gloo, no Transformer Engine (runtime/cpu.py does the rest)."""
+    model.on_cpu(recipe.model)
+    optim.on_cpu(recipe.optim)
+    trainer.on_cpu(recipe.trainer)
+    recipe.data.pin_memory = False
+    recipe.data.num_workers = 1
+    return recipe

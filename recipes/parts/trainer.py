@@ -1,0 +1,39 @@
+"""The trainer slot: Lightning's trainer with NeMo's Megatron strategy."""
+
+from __future__ import annotations
+
+import nemo_run as run
+from nemo import lightning as nl
+
+from recipes.plan import Plan
+
+# Names the stock recipe passes that MegatronStrategy does not have: **kwargs swallows them without effect.
+_SWALLOWED = ("gradient_as_bucket_view", "ckpt_include_optimizer")
+
+
+def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]:
+    """The stock trainer with the plan's numbers; progress and logging are our own callbacks."""
+    for name in _SWALLOWED:
+        delattr(base.strategy, name)
+    strategy = base.strategy
+    strategy.tensor_model_parallel_size = plan.tensor_parallel
+    strategy.pipeline_model_parallel_size = plan.pipeline_parallel
+    strategy.context_parallel_size = plan.context_parallel
+    strategy.replace_progress_bar = False
+    base.enable_progress_bar = False
+    base.enable_model_summary = False
+    base.max_steps = plan.max_steps
+    base.val_check_interval = plan.val_check_interval
+    base.limit_val_batches = plan.limit_val_batches
+    base.limit_test_batches = plan.limit_val_batches
+    base.log_every_n_steps = plan.log_every_n_steps
+    base.num_sanity_val_steps = 0
+    return base
+
+
+def on_cpu(trainer: run.Config[nl.Trainer]) -> None:
+    """fp32 on Gloo."""
+    trainer.accelerator = "cpu"
+    trainer.plugins = None
+    trainer.precision = 32
+    trainer.strategy.process_group_backend = "gloo"

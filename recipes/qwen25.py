@@ -1,0 +1,113 @@
+"""The recipes. Edit the numbers here, or override one on the command line: `data.micro_batch_size=2`.
+
+Importing this file costs nothing: NeMo is imported when a recipe is built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from recipes.plan import Plan, Shape, recipe
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+QWEN25_500M = Shape(
+    num_layers=24,
+    hidden_size=896,
+    ffn_hidden_size=4864,
+    num_attention_heads=14,
+    num_query_groups=2,
+    vocab_size=151936,
+    tied=True,
+)
+REDUCED = Shape(
+    num_layers=12,
+    hidden_size=768,
+    ffn_hidden_size=2048,
+    num_attention_heads=12,
+    num_query_groups=2,
+    vocab_size=151936,
+    tied=False,
+)
+TINY = Shape(
+    num_layers=4,
+    hidden_size=128,
+    ffn_hidden_size=352,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=4096,
+    tied=True,
+)
+
+
+@recipe(
+    shape=TINY,
+    accelerator="cpu",
+    env="cpu",
+    data="corpora/sample/prose",
+    seq_length=256,
+    micro_batch_size=8,
+    global_batch_size=8,
+    max_steps=250,
+    warmup_steps=20,
+    max_lr=3e-3,
+    min_lr=3e-4,
+    val_check_interval=50,
+    limit_val_batches=4,
+    log_every_n_steps=10,
+    save_every_n_steps=125,
+)
+def qwen25_tiny(plan: Plan) -> run.Partial:
+    """A 1.3M-parameter Qwen2.5 on the CPU: the whole path, from scratch, in about a minute."""
+    from recipes.assemble import on_cpu, pretrain
+
+    return on_cpu(pretrain(plan))
+
+
+@recipe(
+    shape=REDUCED,
+    accelerator="gpu",
+    env="official",
+    data="corpora/mine",
+    seq_length=2048,
+    micro_batch_size=1,
+    global_batch_size=4,
+    max_steps=1000,
+    warmup_steps=100,
+    max_lr=3e-4,
+    min_lr=3e-5,
+    val_check_interval=200,
+    limit_val_batches=32,
+    log_every_n_steps=10,
+    save_every_n_steps=500,
+)
+def qwen25_500m_single(plan: Plan) -> run.Partial:
+    """The reduced model (306M, untied) on one GPU, sequence 2048, global batch 4."""
+    from recipes.assemble import pretrain
+
+    return pretrain(plan)
+
+
+@recipe(
+    shape=QWEN25_500M,
+    accelerator="gpu",
+    env="official",
+    data="corpora/mine",
+    seq_length=2048,
+    micro_batch_size=2,
+    global_batch_size=128,
+    max_steps=2000,
+    warmup_steps=20,
+    max_lr=3e-4,
+    min_lr=3e-5,
+    val_check_interval=200,
+    limit_val_batches=8,
+    log_every_n_steps=10,
+    save_every_n_steps=500,
+)
+def qwen25_500m(plan: Plan) -> run.Partial:
+    """Qwen2.5-0.5B at full size, tied embeddings (494M), on one GPU."""
+    from recipes.assemble import pretrain
+
+    return pretrain(plan)

@@ -1,0 +1,41 @@
+"""Recipe names. Nothing heavy is imported here: `resolve` loads one module, NeMo only when it is built."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from recipes.plan import Recipe
+from runtime.errors import UserError
+
+RECIPES: dict[str, tuple[str, str]] = {
+    "qwen25_tiny": ("recipes.qwen25:qwen25_tiny", "1.3M, tied, CPU, from scratch in about a minute"),
+    "qwen25_500m_single": ("recipes.qwen25:qwen25_500m_single", "306M, untied, one GPU, sequence 2048, batch 1 x 4"),
+    "qwen25_500m": ("recipes.qwen25:qwen25_500m", "494M, tied (Qwen2.5-0.5B), one GPU"),
+}
+
+
+def resolve(name: str) -> Recipe:
+    """The recipe called `name`.
+
+    Raises:
+        UserError: the name is not registered; the nearest ones are offered.
+    """
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
+        raise UserError(
+            f"unknown recipe {name!r}",
+            expected="one of " + ", ".join(RECIPES),
+            found=repr(name),
+            do=f"did you mean {near[0]!r}?" if near else "python launch.py recipes",
+        )
+    module, function = RECIPES[name][0].split(":")
+    found = getattr(importlib.import_module(module), function)
+    if not isinstance(found, Recipe):
+        raise UserError(
+            f"recipe {name!r} is not built with @recipe(...)",
+            expected=f"{module}.{function} decorated with recipes.plan.recipe",
+            found=type(found).__name__,
+            do=f"put @recipe(...) over it in {module.replace('.', '/')}.py",
+        )
+    return found

@@ -1,0 +1,132 @@
+"""What a person sees of a run (a bar) and what a machine reads (log lines, metrics.jsonl)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from nemo.utils import AppState
+
+from data.module import TOKENS
+
+log = logging.getLogger("launch")
+
+
+class Progress(pl.Callback):
+    """Loss, learning rate, step time, tokens/s and ETA, every `trainer.log_every_n_steps` steps.
+
+    Values are read from the device only at that interval: between two lines nothing waits for the GPU.
+    Writes `metrics.jsonl` beside the log (one JSON object a line: step, loss, lr, grad_norm, seconds a
+    step, tokens/s of all ranks, unmasked tokens, consumed samples, unix time).
+    """
+
+    def __init__(self) -> None:
+        self._since: tuple[int, float, int] = (0, 0.0, 0)
+        self._bar: Any = None
+        self._task: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            parameters = sum(p.numel() for p in pl_module.parameters())
+            log.info("model: %s parameters on this rank (%.1fM)", f"{parameters:,}", parameters / 1e6)
+            self._start_bar(trainer)
+        self._since = (trainer.global_step, time.perf_counter(), TOKENS.unmasked)
+
+    def _start_bar(self, trainer: pl.Trainer) -> None:
+        if not sys.stderr.isatty():
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+        self._bar = Bar(*columns, console=Console(stderr=True))
+        self._task = self._bar.add_task("train", total=trainer.max_steps, completed=trainer.global_step, now="")
+        self._bar.start()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+        if step % trainer.log_every_n_steps and step != trainer.max_steps:
+            return
+        row = self._row(trainer, step)
+        if trainer.is_global_zero:
+            self._write(trainer, row)
+
+    def _row(self, trainer: pl.Trainer, step: int) -> dict[str, Any]:
+        metrics = trainer.callback_metrics
+        loss = float(metrics["reduced_train_loss"])
+        then_step, then, then_tokens = self._since
+        now, tokens = time.perf_counter(), TOKENS.unmasked
+        self._since = (step, now, tokens)
+        seconds = (now - then) / max(1, step - then_step)
+        data = trainer.datamodule
+        replicas = data.global_batch_size // (data.micro_batch_size * _micro_batches())
+        return {
+            "step": step,
+            "loss": loss,
+            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": float(metrics["grad_norm"]) if "grad_norm" in metrics else None,
+            "global_batch_size": data.global_batch_size,
+            "step_seconds": seconds,
+            "tokens_per_second": replicas * (tokens - then_tokens) / (now - then),
+            "unmasked_tokens": replicas * tokens,
+            "consumed_samples": step * data.global_batch_size,
+            "time": time.time(),
+        }
+
+    def _write(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        eta = (trainer.max_steps - row["step"]) * row["step_seconds"]
+        log.info(
+            "step %d/%d | loss %.4f | lr %.3e | global batch %d | %.3f s/step | %s tokens/s | consumed samples %d"
+            " | unmasked tokens %d | ETA %s",
+            row["step"],
+            trainer.max_steps,
+            row["loss"],
+            row["lr"],
+            row["global_batch_size"],
+            row["step_seconds"],
+            f"{row['tokens_per_second']:,.0f}",
+            row["consumed_samples"],
+            row["unmasked_tokens"],
+            f"{int(eta // 60)}:{int(eta % 60):02d}",
+        )
+        append_metrics(row)
+        if self._bar:
+            self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
+            loss = float(trainer.callback_metrics["val_loss"])
+            log.info("step %d/%d | validation loss %.4f", trainer.global_step, trainer.max_steps, loss)
+            append_metrics({"step": trainer.global_step, "val_loss": loss, "time": time.time()})
+        self._since = (trainer.global_step, time.perf_counter(), TOKENS.unmasked)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._bar:
+            self._bar.stop()
+        if trainer.is_global_zero and torch.cuda.is_available():
+            log.info("peak GPU memory: %.2f GiB allocated", torch.cuda.max_memory_allocated() / 2**30)
+
+    def on_exception(self, *_: Any) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+def _micro_batches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return int(get_num_microbatches())
+
+
+def append_metrics(row: dict[str, Any]) -> None:
+    """One line to metrics.jsonl of this attempt's log folder."""
+    with (Path(AppState().log_dir) / "metrics.jsonl").open("a") as stream:
+        stream.write(json.dumps(row) + "\n")

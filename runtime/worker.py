@@ -1,0 +1,30 @@
+"""What runs in every training process: NeMo's pretrain, on the backend that the recipe names."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import lightning.pytorch as pl
+from nemo import lightning as nl
+from nemo.collections import llm
+from nemo.lightning.pytorch.optim import OptimizerModule
+
+from runtime import cpu
+
+
+def pretrain(
+    model: pl.LightningModule,
+    data: pl.LightningDataModule,
+    trainer: nl.Trainer,
+    log: nl.NeMoLogger | None = None,
+    resume: nl.AutoResume | None = None,
+    optim: OptimizerModule | None = None,
+) -> Path:
+    """`llm.pretrain`, inside the CPU backend if `trainer.accelerator` is "cpu".
+
+    Being the recipe's own function it acts the same in every executor. Returns the log directory.
+    """
+    on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
+    with cpu.backend() if on_cpu else contextlib.nullcontext():
+        return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
