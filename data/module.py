@@ -12,10 +12,8 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
-from data.manifest import load_manifest
+from data.manifest import SPLITS, load_manifest
 from runtime.errors import UserError
-
-SPLITS = ("train", "validation", "test")
 
 
 class WholeMaskGPTDataset(GPTDataset):

@@ -24,9 +24,13 @@ class ProjectError(Exception):
         super().__init__(what)
         self.what, self.expected, self.found, self.do = what, expected, found, do
 
-    def __str__(self) -> str:
+    def explain(self) -> str:
+        """The whole text, also where a library has added to `str(self)`."""
         rows = [("expected", self.expected), ("found", self.found), ("do this", self.do)]
         return "\n".join([self.what, *(f"  {name:>8}: {text}" for name, text in rows if text)])
+
+    def __str__(self) -> str:
+        return self.explain()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the keyword fields when the error crosses a process border."""

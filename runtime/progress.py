@@ -14,6 +14,7 @@ import torch
 from nemo.utils import AppState
 
 from data.module import TOKENS
+from runtime.rundir import RunDir
 
 log = logging.getLogger("launch")
 
@@ -22,7 +23,7 @@ class Progress(pl.Callback):
     """Loss, learning rate, step time, tokens/s and ETA, every `trainer.log_every_n_steps` steps.
 
     Values are read from the device only at that interval: between two lines nothing waits for the GPU.
-    Writes `metrics.jsonl` beside the log (one JSON object a line: step, loss, lr, grad_norm, seconds a
+    Writes `runs/NAME/metrics.jsonl` (one JSON object a line: step, loss, lr, grad_norm, seconds a
     step, tokens/s of all ranks, unmasked tokens, consumed samples, unix time).
     """
 
@@ -30,6 +31,12 @@ class Progress(pl.Callback):
         self._since: tuple[int, float, int] = (0, 0.0, 0)
         self._bar: Any = None
         self._task: Any = None
+
+    def state_dict(self) -> dict[str, int]:
+        return {"unmasked": TOKENS.unmasked, "total": TOKENS.total}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        TOKENS.unmasked, TOKENS.total = state["unmasked"], state["total"]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
@@ -127,6 +134,6 @@ def _micro_batches() -> int:
 
 
 def append_metrics(row: dict[str, Any]) -> None:
-    """One line to metrics.jsonl of this attempt's log folder."""
-    with (Path(AppState().log_dir) / "metrics.jsonl").open("a") as stream:
+    """One line to the run's metrics.jsonl."""
+    with RunDir.of_attempt(Path(AppState().log_dir)).metrics.open("a") as stream:
         stream.write(json.dumps(row) + "\n")

@@ -11,6 +11,7 @@ from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
 
 from runtime import cpu
+from runtime.interrupt import Interrupted, StopOnInterrupt
 
 
 def pretrain(
@@ -24,7 +25,13 @@ def pretrain(
     """`llm.pretrain`, inside the CPU backend if `trainer.accelerator` is "cpu".
 
     Being the recipe's own function it acts the same in every executor. Returns the log directory.
+
+    Raises:
+        Interrupted: Ctrl-C ended the run after a whole step and a checkpoint.
     """
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     with cpu.backend() if on_cpu else contextlib.nullcontext():
-        return llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+        folder = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    if any(isinstance(callback, StopOnInterrupt) and callback.asked for callback in trainer.callbacks):
+        raise Interrupted
+    return folder

@@ -1,0 +1,110 @@
+"""The one entry: argument parsing only. `python launch.py --recipe NAME [options] [path=value ...]`"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
+data = typer.Typer(help="Prepare, inspect and sample training data.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@app.callback()
+def main() -> None:
+    """Continue pretraining Qwen2.5-0.5B with NeMo 2.0.
+
+    Train: python launch.py --recipe NAME [--name RUN] [--resume] [--dryrun] [--env SET] [path=value ...]
+    """
+
+
+@app.command(name="train")
+def train(
+    recipe: Annotated[str, typer.Option(help="A name that `launch.py recipes` lists.")],
+    overrides: Annotated[Optional[list[str]], typer.Argument(help="path=value in NeMo-Run syntax.")] = None,
+    executor: Annotated[str, typer.Option(help="Where it runs.")] = "direct",
+    env: Annotated[Optional[str], typer.Option(help="Environment set; default: the recipe's.")] = None,
+    name: Annotated[Optional[str], typer.Option(help="Run directory runs/NAME; default: the recipe's name.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
+    dryrun: Annotated[bool, typer.Option("--dryrun", help="Print the resolved YAML; train nothing.")] = False,
+) -> None:
+    """Train a recipe (the default command: the word `train` can be left out)."""
+    from runtime.execute import launch
+    from runtime.spec import RunSpec
+
+    words = tuple(overrides or ())
+    spec = RunSpec(
+        recipe=recipe, executor=executor, env=env, name=name, resume=resume, dryrun=dryrun, overrides=words
+    )
+    raise typer.Exit(launch(spec))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    from recipes.registry import RECIPES
+
+    for name, (_, summary) in RECIPES.items():
+        print(f"{name:<20} {summary}")
+
+
+@data.command()
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(help="Files, globs or folders: txt, jsonl, parquet, csv; .gz, .zst.")],
+    output: Annotated[Path, typer.Option(help="Folder to write.")],
+    tokenizer: Annotated[str, typer.Option(help="A local folder or a hub id; fast tokenizers only.")],
+    field: Annotated[str, typer.Option(help="The text field of jsonl, parquet and csv.")] = "text",
+    split: Annotated[str, typer.Option(help="Shares of train, validation, test.")] = "98,1,1",
+    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 1234,
+    dedup: Annotated[bool, typer.Option("--dedup", help="Drop documents with the same text.")] = False,
+    workers: Annotated[Optional[int], typer.Option(help="Processes; default: the cores.")] = None,
+    on_error: Annotated[str, typer.Option(help="Broken lines: stop, or skip and count.")] = "stop",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
+) -> None:
+    """Tokenise text into train, validation and test .bin/.idx."""
+
+
+@data.command()
+def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3) -> None:
+    """Show counts, lengths and decoded samples with document borders."""
+    from data.inspect import inspect as show
+
+    show(folder, samples=samples)
+
+
+@data.command()
+def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("corpora/sample")) -> None:
+    """Build the sample corpus (prose and code) from this Python's own texts."""
+    from data.sample import build_sample
+
+    build_sample(output)
+
+
+def _run(argv: list[str]) -> int:
+    """Parse and run; errors the user can mend are printed without a traceback.
+
+    Returns:
+        the exit code.
+    """
+    from runtime.errors import EXIT_INTERRUPTED, ProjectError
+
+    if argv and argv[0].startswith("-") and argv[0] not in ("--help", "-h"):
+        argv = ["train", *argv]
+    try:
+        app(argv, standalone_mode=True)
+    except SystemExit as done:
+        return int(done.code or 0)
+    except ProjectError as error:
+        print(f"error: {error.explain()}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_run(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""Checks before NeMo is imported: pure Python over the plan, the corpus and the machine. All findings at once."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.indexed import check_prefix, read_index
+from data.manifest import FILE_NAME, SPLITS, load_manifest
+from recipes.plan import Plan
+from runtime.errors import PreflightError, ProjectError, UserError
+from runtime.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error (the run cannot start) or a warning (it can, but look)."""
+
+    problem: ProjectError
+    fatal: bool = True
+
+
+def check(plan: Plan, run: RunDir) -> list[Finding]:
+    """Everything that can be known to be wrong before NeMo is imported."""
+    checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [
+        _packages,
+        _accelerator,
+        _numbers,
+        _schedule,
+        _corpus,
+        _disk,
+    ]
+    return [finding for one in checks for finding in one(plan, run)]
+
+
+def _error(what: str, *, expected: str, found: str, do: str) -> Finding:
+    return Finding(PreflightError(what, expected=expected, found=found, do=do))
+
+
+def _warning(what: str, *, expected: str, found: str, do: str) -> Finding:
+    return Finding(UserError(what, expected=expected, found=found, do=do), fatal=False)
+
+
+def _packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """`recipes` and `data` are common names: another package of that name on sys.path would be imported instead."""
+    for name in ("recipes", "data", "runtime", "ops"):
+        module = sys.modules.get(name)
+        origin = Path(getattr(module, "__file__", None) or ROOT / name / "__init__.py").resolve()
+        if origin.parent.parent != ROOT:
+            yield _error(
+                f"package {name!r} is shadowed",
+                expected=str(ROOT / name),
+                found=str(origin.parent),
+                do="run launch.py from its own folder, and take the other one out of PYTHONPATH",
+            )
+
+
+def _gpu_count() -> int:
+    """GPUs the CUDA driver reports, without importing torch; CUDA_VISIBLE_DEVICES is honoured. 0 without a driver."""
+    try:
+        cuda = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    if plan.accelerator != "gpu":
+        return
+    count = _gpu_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = f"{count} GPU(s)" + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
+    if count == 0:
+        yield _error(
+            "this recipe needs a GPU",
+            expected=f"{plan.devices} NVIDIA GPU(s) with a working driver",
+            found=where,
+            do="python launch.py --recipe qwen25_tiny (the same path on the CPU), or check nvidia-smi",
+        )
+    elif count < plan.devices:
+        yield _error(
+            "fewer GPUs than the recipe asks for",
+            expected=f"trainer.devices={plan.devices}",
+            found=where,
+            do=f"trainer.devices={count}, or make more GPUs visible",
+        )
+
+
+def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    positive = ("seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes")
+    for name in positive:
+        if getattr(plan, name) < 1:
+            yield _error(f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}")
+            return
+    world, model = plan.devices * plan.num_nodes, plan.tensor_parallel * plan.pipeline_parallel * plan.context_parallel
+    if world % model:
+        yield _error(
+            "devices do not divide into model-parallel groups",
+            expected="devices x nodes divisible by TP x PP x CP",
+            found=f"{world} devices, TP x PP x CP = {model}",
+            do="change trainer.devices or the parallel sizes",
+        )
+        return
+    share = plan.micro_batch_size * plan.data_parallel
+    if plan.global_batch_size % share:
+        fits = max(share, plan.global_batch_size // share * share)
+        yield _error(
+            "the global batch is not divisible",
+            expected=f"a multiple of micro batch x data parallel = {plan.micro_batch_size} x {plan.data_parallel} = {share}",
+            found=f"data.global_batch_size={plan.global_batch_size}",
+            do=f"data.global_batch_size={fits}, or another data.micro_batch_size",
+        )
+    if plan.seq_length != plan.model_seq_length:
+        yield _error(
+            "the data's sequence length is not the model's",
+            expected=f"data.seq_length = model.config.seq_length = {plan.model_seq_length} tokens",
+            found=f"data.seq_length = {plan.seq_length} tokens",
+            do=f"set both: data.seq_length={plan.seq_length} model.config.seq_length={plan.seq_length}",
+        )
+    yield from _shape(plan)
+
+
+def _shape(plan: Plan) -> Iterator[Finding]:
+    shape = plan.shape
+    for whole, part, text in (
+        (shape.hidden_size, shape.num_attention_heads, "hidden size not divisible by attention heads"),
+        (shape.num_attention_heads, shape.num_query_groups, "attention heads not divisible by query groups"),
+    ):
+        if whole % part:
+            yield _error(text, expected=f"a multiple of {part}", found=str(whole), do="change the shape in recipes/")
+
+
+def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    for name, value, override in (
+        ("warm-up", plan.warmup_steps, "optim.lr_scheduler.warmup_steps"),
+        ("validation interval", plan.val_check_interval, "trainer.val_check_interval"),
+    ):
+        if value > plan.max_steps:
+            yield _warning(
+                f"the {name} is longer than the run",
+                expected=f"at most trainer.max_steps={plan.max_steps} steps",
+                found=f"{value} steps: " + ("the peak is never reached" if name == "warm-up" else "no validation"),
+                do=f"{override}={max(1, plan.max_steps // 10)}",
+            )
+
+
+def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    folder = Path(plan.data)
+    if plan.data.lstrip().startswith("{"):  # NeMo's own dict of prefixes: checked by NeMo when it is built
+        return
+    if not (folder / FILE_NAME).is_file():
+        yield _error(
+            f"no prepared corpus in {folder}",
+            expected=f"{folder}/{FILE_NAME} with train, validation and test",
+            found="no such folder" if not folder.exists() else "a folder without a manifest",
+            do=_how_to_prepare(folder),
+        )
+        return
+    try:
+        manifest = load_manifest(folder)
+    except ProjectError as problem:
+        yield Finding(problem)
+        return
+    size, vocab = manifest.tokenizer.vocab_size, plan.shape.vocab_size
+    if size > vocab:
+        yield _error(
+            "the corpus's tokenizer is larger than the model's vocabulary",
+            expected=f"at most {vocab} ids (model.config.vocab_size)",
+            found=f"{size} ids in {folder}/tokenizer",
+            do="prepare the corpus with the model's own tokenizer",
+        )
+    broken = [Finding(problem) for split in SPLITS for problem in check_prefix(folder / split)]
+    yield from broken
+    if not broken:
+        yield from _samples(plan, folder)
+
+
+def _how_to_prepare(folder: Path) -> str:
+    if "sample" in folder.parts:
+        return "python launch.py data sample"
+    return f"python launch.py data prepare INPUT --output {folder} --tokenizer Qwen/Qwen2.5-0.5B"
+
+
+def _samples(plan: Plan, folder: Path) -> Iterator[Finding]:
+    """One sample is seq_length + 1 tokens; a shorter split repeats itself in silence, or loops for ever."""
+    for split in SPLITS:
+        tokens = read_index(folder / split).num_tokens
+        if tokens < plan.seq_length + 1:
+            yield _error(
+                f"the {split} split is shorter than one sequence",
+                expected=f"at least {plan.seq_length + 1} tokens (data.seq_length + 1)",
+                found=f"{tokens} tokens in {folder / split}.bin",
+                do=f"add data, give {split} a larger share with --split, or lower data.seq_length",
+            )
+    if plan.max_steps * plan.tokens_per_step > 4 * (tokens := read_index(folder / "train").num_tokens):
+        yield _warning(
+            "the run reads its corpus more than four times",
+            expected=f"at most 4 epochs of {tokens:,} tokens",
+            found=f"{plan.max_steps * plan.tokens_per_step / tokens:.1f} epochs",
+            do="fewer steps (trainer.max_steps), or more data",
+        )
+
+
+def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as problem:
+        yield _error(
+            f"cannot write {run.path}",
+            expected=f"a folder where files can be made: {parent}",
+            found=problem.strerror or str(problem),
+            do="change its rights, or run from another folder",
+        )
+        return
+    # one more than is kept: a new checkpoint is whole before an old one goes
+    need, free = plan.checkpoint_bytes * (plan.keep_checkpoints + 1), shutil.disk_usage(parent).free
+    if need > free:
+        yield _error(
+            "not enough disk for the checkpoints",
+            expected=f"{need / 2**30:.1f} GiB ({plan.keep_checkpoints} kept and one in the making)",
+            found=f"{free / 2**30:.1f} GiB free under {parent}",
+            do="free some space, or log.ckpt.save_top_k=1",
+        )

@@ -1,0 +1,145 @@
+"""`a.b.c=value` on the command line: NeMo-Run's syntax, applied strictly.
+
+NeMo-Run itself accepts a name that no constructor knows wherever `**kwargs` would swallow it. Here an
+unknown path or a value of the wrong type is an error, with the nearest name that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from recipes.plan import Plan
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+_WORD = re.compile(r"^(?P<path>[A-Za-z_][\w.\[\]]*?)\s*(?P<op>[-+*/|&]?=)(?P<value>.*)$", re.S)
+
+
+def split(word: str) -> tuple[str, str, str]:
+    """`path`, operator and value of one override.
+
+    Raises:
+        UserError: the word is not of the form path=value.
+    """
+    match = _WORD.match(word)
+    if not match:
+        raise UserError(
+            f"cannot read {word!r}",
+            expected="an override path=value, such as data.micro_batch_size=2",
+            found=repr(word),
+            do="python launch.py --help shows the options; an option starts with --",
+        )
+    return match["path"], match["op"], match["value"]
+
+
+def early(plan: Plan, words: tuple[str, ...]) -> Plan:
+    """The plan as the overrides will leave it, as far as plain numbers tell (for preflight, before NeMo)."""
+    paths = Plan.paths()
+    for word in words:
+        path, op, value = split(word)
+        name = paths.get(path)
+        if name is None or op != "=":
+            continue
+        kind = type(getattr(plan, name))
+        try:
+            plan = replace(plan, **{name: kind(value.strip("'\""))})
+        except ValueError:
+            raise _wrong_type(word, kind.__name__, value) from None
+    return plan
+
+
+def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
+    """Apply the overrides to `recipe` in place.
+
+    Returns:
+        one line per override: `path: old -> new`.
+
+    Raises:
+        UserError: unknown path, wrong type, or a value NeMo-Run cannot read.
+    """
+    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
+
+    lines = []
+    for word in words:
+        path, _, value = split(word)
+        owner, leaf = _walk(recipe, path)
+        old = getattr(owner, leaf, None)
+        try:
+            parse_cli_args(recipe, [word])
+        except (CLIException, ValueError, TypeError) as error:
+            raise _wrong_type(word, _expected(owner, leaf), value, str(error).split("\n")[0]) from None
+        new = getattr(owner, leaf)
+        if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
+            raise _wrong_type(word, type(old).__name__, value)
+        lines.append(f"{path}: {old!r} -> {new!r}")
+    return lines
+
+
+def _walk(recipe: Any, path: str) -> tuple[Any, str]:
+    """The config that holds the last name of `path`, every name checked on the way."""
+    owner, seen = recipe, ""
+    *steps, leaf = path.split(".")
+    for step in steps:
+        name, *indices = re.split(r"[\[\]]+", step.rstrip("]"))
+        _check(owner, name, seen, path)
+        owner = getattr(owner, name)
+        for index in indices:
+            owner = owner[int(index)]
+        seen += step + "."
+        if not hasattr(owner, "__fn_or_cls__"):
+            raise _unknown(path, seen.rstrip("."), [])
+    _check(owner, leaf, seen, path)
+    return owner, leaf
+
+
+def _check(owner: Any, name: str, seen: str, path: str) -> None:
+    known = _names(owner)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        raise _unknown(path, seen + name, [seen + other for other in near])
+
+
+def _names(owner: Any) -> list[str]:
+    """Every argument the config's class really takes: signatures along its MRO, and what is set already."""
+    target = owner.__fn_or_cls__
+    functions = [c.__init__ for c in target.__mro__] if inspect.isclass(target) else [target]
+    names = set(owner.__arguments__)
+    for function in functions:
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):
+            continue
+        names |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return sorted(names - {"self"})
+
+
+def _expected(owner: Any, leaf: str) -> str:
+    try:
+        annotation = inspect.signature(owner.__fn_or_cls__).parameters[leaf].annotation
+    except (KeyError, TypeError, ValueError):
+        return "another type"
+    return getattr(annotation, "__name__", None) or str(annotation)
+
+
+def _unknown(path: str, broken: str, near: list[str]) -> UserError:
+    return UserError(
+        f"unknown override path {path!r}",
+        expected="a path of the recipe" + (f", such as {' or '.join(near)}" if near else ""),
+        found=f"{broken!r} does not exist",
+        do=f"did you mean {near[0]}=...?" if near else "--dryrun prints every path there is",
+    )
+
+
+def _wrong_type(word: str, expected: str, value: str, detail: str = "") -> UserError:
+    return UserError(
+        f"wrong type in {word!r}",
+        expected=expected,
+        found=repr(value) + (f" ({detail})" if detail else ""),
+        do="give a value of that type; strings with special characters in quotes",
+    )

@@ -1,0 +1,139 @@
+"""From a RunSpec to a finished run: resolve, set the environment, check, write, train."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ops import preflight
+from recipes import overrides, registry
+from recipes.plan import Plan
+from runtime import env, logs, rundir
+from runtime.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, UserError
+from runtime.rundir import RunDir
+from runtime.spec import RunSpec
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+log = logging.getLogger("launch")
+EXECUTORS = ("direct",)
+
+
+def launch(spec: RunSpec) -> int:
+    """Do what the spec says.
+
+    Returns:
+        the exit code: 0, 3 after a failed preflight, 130 after Ctrl-C.
+
+    Raises:
+        ProjectError: anything the user can mend; its exit_code is the command's.
+    """
+    logs.console()
+    if spec.executor not in EXECUTORS:
+        raise UserError(
+            f"unknown executor {spec.executor!r}",
+            expected="one of " + ", ".join(EXECUTORS),
+            found=repr(spec.executor),
+            do="--executor direct",
+        )
+    recipe = registry.resolve(spec.recipe)
+    plan = overrides.early(recipe.plan, spec.overrides)
+    folder = rundir.choose(spec)
+    settings = env.apply(spec.env or plan.env, os.environ)
+    _tell(spec, plan, folder, settings)
+    if not _preflight(plan, folder) and not spec.dryrun:
+        return EXIT_PREFLIGHT
+    with _stdout_is_stderr() as stdout:
+        partial = recipe()
+        logs.quiet_nemo()
+        for line in overrides.apply(partial, spec.overrides):
+            log.info("override %s", line)
+        _attach(partial, folder, spec)
+        text = _yaml(partial)
+        folder.write(spec, text, settings, [sys.executable, *sys.argv])
+        if spec.dryrun:
+            log.info("dry run: wrote %s, trained nothing", folder.path)
+            stdout.write(text)
+            return 0
+    return _direct(partial, folder, spec)
+
+
+def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]) -> None:
+    """What will run, where, and every automatically chosen value with its reason."""
+    log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
+    log.info("model: %s parameters (%.0fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
+    log.info(
+        "batch: %d tokens a step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
+        plan.tokens_per_step,
+        plan.global_batch_size,
+        plan.micro_batch_size,
+        plan.data_parallel,
+        plan.global_batch_size // max(1, plan.micro_batch_size * plan.data_parallel),
+        plan.seq_length,
+    )
+    for s in settings:
+        log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
+
+
+def _preflight(plan: Plan, folder: RunDir) -> bool:
+    findings = preflight.check(plan, folder)
+    for finding in findings:
+        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
+    return not any(finding.fatal for finding in findings)
+
+
+def _attach(partial: run.Partial, folder: RunDir, spec: RunSpec) -> None:
+    """Give the recipe the run directory's paths, and the checkpoint to resume from."""
+    partial.log.explicit_log_dir = str(folder.next_attempt)
+    partial.log.ckpt.dirpath = str(folder.checkpoints)
+    partial.log.tensorboard.save_dir = str(folder.path)
+    if spec.resume:
+        partial.resume.resume_from_path = str(folder.whole_checkpoints()[-1])
+        log.info("resume: from %s, weights, optimizer state and data position", partial.resume.resume_from_path)
+
+
+def _yaml(partial: run.Partial) -> str:
+    from nemo_run.core.serialization.yaml import YamlSerializer
+
+    return str(YamlSerializer().serialize(partial))
+
+
+def _direct(partial: run.Partial, folder: RunDir, spec: RunSpec) -> int:
+    """Train in this process."""
+    import nemo_run as run
+
+    from runtime.interrupt import Interrupted
+
+    logs.to_file(folder.next_attempt)
+    how_to_resume = f"python launch.py --recipe {spec.recipe} --name {folder.name} --resume"
+    try:
+        run.run(partial, direct=True)
+    except (Interrupted, KeyboardInterrupt):
+        whole = folder.whole_checkpoints()
+        log.warning("stopped by Ctrl-C; resume with: %s" if whole else "stopped by Ctrl-C before a checkpoint", *([how_to_resume] if whole else []))
+        return EXIT_INTERRUPTED
+    log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
+    log.info("logs:       %s", folder.attempts[-1])
+    log.info("metrics:    %s", folder.metrics)
+    log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
+    return 0
+
+
+@contextlib.contextmanager
+def _stdout_is_stderr() -> Iterator[object]:
+    """Send what libraries print to standard error, so that a dry run's standard output is YAML alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(kept, "w") as stdout:
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            stdout.flush()
+            os.dup2(kept, 1)

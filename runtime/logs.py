@@ -1,0 +1,36 @@
+"""Console and file logging: our lines for people, everything for the file."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+log = logging.getLogger("launch")
+
+
+def console() -> None:
+    """Our own log lines, and other libraries' errors, on standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.addFilter(lambda record: record.name.startswith("launch") or record.levelno >= logging.ERROR)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def to_file(folder: Path) -> None:
+    """Every library's lines from now on in folder/launch.log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "launch.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+
+
+def quiet_nemo() -> None:
+    """NeMo's own console lines go to its file in the log folder only (it adds that file when a run starts)."""
+    from nemo.utils import logging as nemo_logging
+
+    nemo_logging.remove_stream_handlers()

@@ -1,0 +1,131 @@
+"""runs/NAME: the one place that knows where a run keeps what.
+
+runs/NAME/config.yaml  env.json  command.txt  version.txt  metrics.jsonl  logs/attempt-N/  tb/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from runtime.env import Setting
+from runtime.errors import UserError
+from runtime.spec import RunSpec
+
+RUNS = Path("runs")
+UNFINISHED = "-unfinished"  # NeMo's marker file beside a checkpoint that is being written
+
+
+class RunDir:
+    """Paths of one run, and what the launcher writes there."""
+
+    def __init__(self, name: str, root: Path = RUNS) -> None:
+        self.name, self.path = name, root / name
+
+    config = property(lambda self: self.path / "config.yaml")
+    env = property(lambda self: self.path / "env.json")
+    command = property(lambda self: self.path / "command.txt")
+    version = property(lambda self: self.path / "version.txt")
+    metrics = property(lambda self: self.path / "metrics.jsonl")
+    logs = property(lambda self: self.path / "logs")
+    tensorboard = property(lambda self: self.path / "tb")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+
+    @classmethod
+    def of_attempt(cls, attempt: Path) -> RunDir:
+        """The run that the log folder `runs/NAME/logs/attempt-N` belongs to."""
+        return cls(attempt.parents[1].name, attempt.parents[2])
+
+    @property
+    def attempts(self) -> list[Path]:
+        return sorted(self.logs.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+
+    @property
+    def next_attempt(self) -> Path:
+        return self.logs / f"attempt-{len(self.attempts) + 1}"
+
+    @property
+    def used(self) -> bool:
+        """Something was trained here (a dry run leaves no attempt)."""
+        return bool(self.attempts) or self.checkpoints.exists()
+
+    def whole_checkpoints(self) -> list[Path]:
+        """Checkpoints that were written to the end, oldest first."""
+        found = [
+            folder
+            for folder in self.checkpoints.glob("step-*")
+            if (folder / "weights" / "metadata.json").is_file() and not _marker(folder).exists()
+        ]
+        return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
+
+    def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
+        """Everything needed to know, and repeat, what was run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(config)
+        self.env.write_text(json.dumps([asdict(s) for s in settings], indent=1) + "\n")
+        self.command.write_text(shlex.join(argv) + "\n")
+        self.version.write_text(code_version() + "\n")
+
+
+def _marker(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + UNFINISHED)
+
+
+def code_version() -> str:
+    """The git commit of this checkout, `+changes` if edited, or `unknown` outside git."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
+    """The run directory that `spec` means.
+
+    Raises:
+        UserError: a name that is a path, an explicit name in use, or --resume where nothing can be resumed.
+    """
+    name = spec.name or spec.recipe
+    if Path(name).name != name or name in (".", "..") or not name.strip():
+        raise UserError(
+            f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
+        )
+    taken = [root / name] if spec.name else _numbered(name, root)
+    if spec.resume:
+        return _resumable(RunDir(taken[-1].name if taken else name, root))
+    run = RunDir(name, root)
+    if run.used and spec.name:
+        raise UserError(
+            f"{run.path} holds a run already",
+            expected="a name that is not in use",
+            found=f"{len(run.attempts)} attempt(s), {len(run.whole_checkpoints())} checkpoint(s)",
+            do=f"--name ANOTHER for a new run, or --resume --name {name} to go on with this one",
+        )
+    count = 1
+    while run.used:
+        count += 1
+        run = RunDir(f"{name}-{count}", root)
+    return run
+
+
+def _numbered(name: str, root: Path) -> list[Path]:
+    found = [p for p in root.glob(f"{name}*") if p.name == name or p.name[len(name) + 1 :].isdigit()]
+    return sorted((p for p in found if RunDir(p.name, root).used), key=lambda p: p.stat().st_mtime)
+
+
+def _resumable(run: RunDir) -> RunDir:
+    if not run.whole_checkpoints():
+        raise UserError(
+            f"nothing to resume in {run.path}",
+            expected=f"a whole checkpoint under {run.checkpoints}",
+            found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
+            do="leave --resume out to start from scratch, or name the run with --name",
+        )
+    return run
