@@ -144,5 +144,6 @@ def _cut(idx: Path, wanted: int, size: int) -> PreflightError:
 
 
 def _finding(what: str, expected: str, found: str, path: Path) -> PreflightError:
-    do = f"check the path, copy the pair again, or prepare it: python launch.py data prepare INPUT --output {path.parent}"
+    prepare = f"python launch.py data prepare INPUT --output {path.parent} --tokenizer NAME"
+    do = f"check the path, copy the pair again, or prepare it: {prepare}"
     return PreflightError(what, expected=expected, found=found, do=do)

@@ -78,12 +78,14 @@ class EncodingFacts:
     Args:
         path: "gigatoken", "hf", or "mixed" (gigatoken, but some batches differed and were redone with hf).
         documents_checked: documents whose gigatoken ids were compared with the HF tokenizer's.
+        documents_by_hf: single documents encoded with hf for characters that Unicode versions differ on.
         batches: batches encoded in all.
         batches_redone: batches whose sample differed and which the HF tokenizer encoded instead.
     """
 
     path: str
     documents_checked: int
+    documents_by_hf: int
     batches: int
     batches_redone: int
 
@@ -184,9 +186,7 @@ def _not_a_corpus(path: Path) -> UserError:
     else:
         found = "no such folder"
         do = f"python launch.py data prepare INPUT --output {folder} --tokenizer NAME, or correct the path"
-    return UserError(
-        f"{folder} is not a prepared corpus", expected="a folder with manifest.json", found=found, do=do
-    )
+    return UserError(f"{folder} is not a prepared corpus", expected="a folder with manifest.json", found=found, do=do)
 
 
 def _unreadable(path: Path, found: str) -> UserError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
 
 QWEN_EOD = "<|endoftext|>"
 
@@ -28,7 +28,7 @@ def load_tokenizer(name_or_dir: str | Path) -> PreTrainedTokenizerFast:
     name = str(name_or_dir)
     if not Path(name).is_dir() and _looks_like_path(name):
         raise _unreachable(name, "no such folder")
-    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
