@@ -1,0 +1,165 @@
+"""What a corpus holds, for people: counts, lengths, ids against the vocabulary, and text with its borders.
+
+Works on a prepared folder, and on the bare prefix of any .bin/.idx pair, then with a tokenizer to decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.indexed import HEADER, check_prefix, read_index
+from data.manifest import FILE_NAME, SPLITS, Manifest, load_manifest
+from data.tokenizer import eod_id, load_tokenizer, vocab_size
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+NUMPY_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+SAMPLE_TOKENS = 160
+READ_IDS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A .bin/.idx pair, mapped: ids: dtype[num_tokens], lengths: int32[num_sequences], in tokens."""
+
+    name: str
+    ids: npt.NDArray[np.integer[Any]]
+    lengths: npt.NDArray[np.int32]
+
+
+def inspect(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
+    """Print what a prepared folder, or the pair behind a prefix, holds.
+
+    Args:
+        dir_or_prefix: a prepared folder, or a path without .bin and .idx.
+        samples: documents to decode from each split.
+        tokenizer: folder or hub id; by default the one that lies beside the files.
+
+    Raises:
+        UserError: neither a prepared folder nor a pair.
+        PreflightError: the pair is damaged.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    path = Path(dir_or_prefix)
+    manifest = load_manifest(path) if path.is_dir() else None
+    if manifest is None and not Path(f"{path}.idx").exists() and not Path(f"{path}.bin").exists():
+        check_known_extension(path)
+        raise UserError(
+            f"{path} is no corpus",
+            expected=f"a folder with {FILE_NAME}, or a prefix with {path.name}.bin and {path.name}.idx",
+            found="neither",
+            do="check the path",
+        )
+    pairs = [open_pair(path / name) for name in SPLITS] if manifest else [open_pair(path)]
+    beside = (path if manifest else path.parent) / "tokenizer"
+    name = tokenizer or (str(beside) if beside.is_dir() else None)
+    decoder = load_tokenizer(name) if name else None
+    if manifest:
+        console.print(_facts_table(manifest))
+    console.print(_lengths_table(pairs, vocab_size(decoder) if decoder else None))
+    if decoder is None:
+        console.print("no tokenizer named: nothing is decoded")
+        return
+    for pair in pairs:
+        _print_samples(console, pair, decoder, samples)
+
+
+def check_known_extension(path: Path) -> None:
+    """Raise the finding for a path that ends in .bin or .idx."""
+    if path.suffix in (".bin", ".idx"):
+        raise check_prefix(path)[0]
+
+
+def open_pair(prefix: Path) -> Pair:
+    """Map a pair after all its checks.
+
+    Raises:
+        PreflightError: the first thing that is wrong with it.
+    """
+    import numpy as np
+
+    for finding in check_prefix(prefix):
+        raise finding
+    facts = read_index(prefix)
+    ids = np.memmap(f"{prefix}.bin", dtype=NUMPY_TYPES[facts.dtype_code], mode="r")
+    lengths = np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=HEADER.size, shape=(facts.num_sequences,))
+    return Pair(prefix.name, ids, lengths)
+
+
+def id_range(ids: Any) -> tuple[int, int]:
+    """Lowest and highest id, read in blocks."""
+    blocks = [ids[start : start + READ_IDS] for start in range(0, len(ids), READ_IDS)]
+    return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
+
+
+def _facts_table(manifest: Manifest) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"corpus {manifest.name}", show_header=False, title_justify="left")
+    tokenizer, encoding = manifest.tokenizer, manifest.encoding
+    rows = {
+        "tokenizer": f"{tokenizer.source} ({tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:16]})",
+        "end of document": f"{tokenizer.eod_token} = {tokenizer.eod_id}, pad {tokenizer.pad_id}",
+        "ids by": f"{encoding.path}, {encoding.documents_checked:,} documents checked against HF, "
+        f"{encoding.documents_by_hf:,} by HF, {encoding.batches_redone} of {encoding.batches} batches redone",
+        "stored as": manifest.dtype,
+        "split": ", ".join(f"{name} {share:.2%}" for name, share in manifest.shares.items())
+        + f", seed {manifest.seed}",
+        "text field": manifest.text_field,
+        "dedup": manifest.dedup,
+        "left out": f"{manifest.lines_skipped:,} skipped records, {manifest.empty_documents:,} empty documents",
+        "spell a special token": f"{manifest.special_text_documents:,} documents",
+        "sources": "\n".join(f"{source.path} ({source.bytes / 1e6:,.2f} MB)" for source in manifest.sources[:5])
+        + (f"\nand {len(manifest.sources) - 5:,} more" if len(manifest.sources) > 5 else ""),
+        "text": ", ".join(f"{name} {split.text_bytes / 1e6:,.2f} MB" for name, split in manifest.splits.items()),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _lengths_table(pairs: list[Pair], size: int | None) -> Any:
+    import numpy as np
+    from rich.table import Table
+
+    table = Table(title="lengths in tokens, end of document included", title_justify="left")
+    table.add_column("")
+    cells: list[dict[str, str]] = []
+    for pair in pairs:
+        table.add_column(pair.name, justify="right")
+        low, high = id_range(pair.ids)
+        middle, late = np.percentile(pair.lengths, [50, 99])
+        numbers = {"documents": len(pair.lengths), "tokens": len(pair.ids), "shortest": pair.lengths.min()}
+        numbers |= {"median": middle, "mean": pair.lengths.mean(), "p99": late, "longest": pair.lengths.max()}
+        verdict = "not known" if size is None else f"{size:,} ok" if high < size else f"{size:,} EXCEEDED"
+        cells.append({name: f"{float(number):,.0f}" for name, number in numbers.items()})
+        cells[-1] |= {"ids": f"{low}..{high}", "vocabulary": verdict}
+    for name in cells[0]:
+        table.add_row(name, *(column[name] for column in cells))
+    return table
+
+
+def _print_samples(console: Any, pair: Pair, tokenizer: Any, samples: int) -> None:
+    """Some documents, evenly spaced: their first tokens, and each end of document shown."""
+    import numpy as np
+    from rich.panel import Panel
+    from rich.text import Text
+
+    starts = np.concatenate(([0], np.cumsum(pair.lengths, dtype=np.int64)))
+    count = min(samples, len(pair.lengths))
+    for number in np.linspace(0, len(pair.lengths) - 1, count, dtype=int).tolist():
+        ids = pair.ids[starts[number] : starts[number + 1]].tolist()
+        body = Text(tokenizer.decode(ids[:SAMPLE_TOKENS]))
+        if len(ids) > SAMPLE_TOKENS:
+            body.append(f"\n[... {len(ids) - SAMPLE_TOKENS:,} more tokens ...]\n", style="dim")
+            body.append(tokenizer.decode(ids[-min(12, len(ids) - SAMPLE_TOKENS) :]))
+        closed = ids[-1] == eod_id(tokenizer)
+        border = f"ends with id {ids[-1]}" + ("" if closed else ", which is NOT the end-of-document token")
+        console.print(Panel(body, title=f"{pair.name} document {number} ({len(ids):,} tokens)", subtitle=border))

@@ -1,0 +1,247 @@
+"""The sample corpus: two domains, prose and code, from the texts that every Python brings along.
+
+Prose is the language reference (`pydoc_data.topics`) and the docstrings of the standard library, code its
+sources. Nothing is imported from it but read as text, nothing is downloaded. The same Python version gives
+the same corpus.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from data.manifest import FILE_NAME, Manifest, load_manifest
+from data.prepare import PrepareRequest, prepare
+from data.publish import tell
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+DOMAINS = ("prose", "code")
+CAP_CHARACTERS = {"prose": 6_000_000, "code": 6_000_000}
+TRAINING_CHARACTERS = 3_000_000
+SHORTEST_DOCSTRING = 200
+DOCUMENT_CHARACTERS = 4000
+SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "idle_test",
+    "lib2to3",
+    "encodings",
+}
+END_OF_DOCUMENT = "<|endoftext|>"
+# Qwen2's splitting: contractions, words with one mark before them, single digits, punctuation, white space
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def build_sample(output: Path, vocab_size: int = 4096, seed: int = 1234) -> None:
+    """Write `output/prose` and `output/code` (prepared corpora), `output/tokenizer`, and `output/raw/*.jsonl`.
+
+    Does nothing when all of it is there already for this vocabulary size and seed.
+
+    Raises:
+        UserError: the standard library's sources are not installed, or the folder cannot be written.
+    """
+    output = Path(output)
+    if _is_whole(output, vocab_size, seed):
+        tell(f"{output}: the sample corpus is already there")
+        return
+    documents = {"prose": list(_prose()), "code": list(_code())}
+    (output / "raw").mkdir(parents=True, exist_ok=True)
+    for domain, texts in documents.items():
+        if not texts:
+            raise _no_sources()
+        _write_jsonl(output / "raw" / f"{domain}.jsonl", domain, texts)
+    train_tokenizer(documents, vocab_size).save_pretrained(str(output / "tokenizer"))
+    for domain in DOMAINS:
+        _prepare(output, domain, seed)
+
+
+def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
+    """Train a Qwen2-style byte-level BPE on equal parts of the domains.
+
+    Returns:
+        A transformers Qwen2TokenizerFast with exactly `vocab_size` ids; `<|endoftext|>` is eos and pad.
+    """
+    from tokenizers import pre_tokenizers, trainers
+    from transformers.models.qwen2.tokenization_qwen2_fast import Qwen2TokenizerFast
+
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model = byte_level_bpe()
+    model.train_from_iterator(_training_texts(documents), trainer)
+    # as in Qwen2, the control token comes after the vocabulary of the merges
+    model.add_special_tokens([END_OF_DOCUMENT])
+    wrap: Any = Qwen2TokenizerFast  # untyped upstream
+    tokenizer = wrap(tokenizer_object=model, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT, unk_token=None)
+    if len(tokenizer) != vocab_size:
+        raise UserError(
+            "the sample's tokenizer cannot be that large",
+            expected=f"{vocab_size} ids",
+            found=f"{len(tokenizer)} from the sample's text",
+            do="choose a vocabulary between 300 and 30,000",
+        )
+    return tokenizer
+
+
+def byte_level_bpe() -> Tokenizer:
+    """An untrained tokenizer with the normaliser, splitting and decoder of Qwen2."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _prepare(output: Path, domain: str, seed: int) -> Manifest:
+    tell(f"sample corpus, domain {domain}:")
+    return prepare(
+        PrepareRequest(
+            inputs=[str(output / "raw" / f"{domain}.jsonl")],
+            output=output / domain,
+            tokenizer=str(output / "tokenizer"),
+            split=(0.9, 0.05, 0.05),
+            seed=seed,
+            dedup=True,
+            overwrite=True,
+        )
+    )
+
+
+def _is_whole(output: Path, vocab_size: int, seed: int) -> bool:
+    if not all((output / domain / FILE_NAME).exists() for domain in DOMAINS):
+        return False
+    try:
+        made = [load_manifest(output / domain) for domain in DOMAINS]
+    except UserError:  # of an older format
+        return False
+    wanted = (vocab_size, seed, made[0].tokenizer.fingerprint)
+    return all((m.tokenizer.vocab_size, m.seed, m.tokenizer.fingerprint) == wanted for m in made)
+
+
+def _prose() -> Iterator[str]:
+    """The language reference by topic, then each module's docstrings in documents of a few screens."""
+    yield from (_plain(text) for _, text in sorted(_topics().items()))
+    left = CAP_CHARACTERS["prose"]
+    for path, source in _sources():
+        for document in _joined(_docstrings(path, source)):
+            left -= len(document)
+            if left < 0:
+                return
+            yield document
+
+
+def _code() -> Iterator[str]:
+    left = CAP_CHARACTERS["code"]
+    for _, source in _sources():
+        left -= len(source)
+        if left < 0:
+            return
+        yield source
+
+
+def _topics() -> dict[str, str]:
+    path = _library() / "pydoc_data" / "topics.py"
+    if not path.is_file():
+        return {}
+    found: dict[str, str] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Dict):
+            found = ast.literal_eval(value)
+    return found
+
+
+def _sources() -> Iterator[tuple[Path, str]]:
+    """Standard library sources in a fixed order, without tests and what was installed beside them."""
+    library = _library()
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).parts
+        if SKIPPED_FOLDERS.isdisjoint(parts) and parts[0] != "pydoc_data":
+            try:
+                yield path, path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+def _docstrings(path: Path, source: str) -> Iterator[str]:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(tree):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            name = getattr(node, "name", path.stem)
+            yield f"{name}\n\n{text}"
+
+
+def _joined(docstrings: Iterator[str]) -> Iterator[str]:
+    """Docstrings put together until a document has some length; a module's short rest goes out too."""
+    part: list[str] = []
+    for text in docstrings:
+        part.append(text)
+        if sum(map(len, part)) >= DOCUMENT_CHARACTERS:
+            yield "\n\n".join(part)
+            part = []
+    rest = "\n\n".join(part)
+    if len(rest) >= SHORTEST_DOCSTRING:
+        yield rest
+
+
+def _plain(text: str) -> str:
+    """A topic without its rules of asterisks and equal signs."""
+    return re.sub(r"\n[*=~^-]{4,}\n", "\n", text).strip()
+
+
+def _training_texts(documents: dict[str, list[str]]) -> Iterator[str]:
+    for texts in documents.values():
+        left = TRAINING_CHARACTERS
+        for text in texts:
+            left -= len(text)
+            if left > 0:
+                yield text
+
+
+def _write_jsonl(path: Path, domain: str, texts: list[str]) -> None:
+    part = path.with_suffix(".tmp")
+    with part.open("w", encoding="utf-8") as file:
+        for text in texts:
+            file.write(json.dumps({"text": text, "domain": domain}, ensure_ascii=False) + "\n")
+    part.replace(path)
+
+
+def _library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _no_sources() -> UserError:
+    return UserError(
+        "the sample corpus has no text to take",
+        expected=f"the standard library's sources under {_library()}",
+        found=f"none for Python {sys.version.split()[0]}",
+        do="use a Python with its sources, or prepare a corpus of your own with data prepare",
+    )
