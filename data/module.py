@@ -1,10 +1,10 @@
 """NeMo's PreTrainingDataModule over a prepared corpus, with the loss mask kept whole."""
 
-from __future__ import annotations
+# NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, Union
 
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
@@ -46,9 +46,9 @@ class PreparedDataModule(PreTrainingDataModule):
 
     def __init__(
         self,
-        paths: str | dict[str, list[str]],
+        paths: Union[dict[str, list[str]], str],
         seq_length: int = 2048,
-        tokenizer: AutoTokenizer | None = None,
+        tokenizer: Optional[AutoTokenizer] = None,
         micro_batch_size: int = 1,
         global_batch_size: int = 1,
         num_workers: int = 2,
@@ -58,7 +58,7 @@ class PreparedDataModule(PreTrainingDataModule):
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
         seed: int = 1234,
-        index_mapping_dir: str | None = None,
+        index_mapping_dir: Optional[str] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
         self.manifest = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import ctypes.util
 import os
@@ -157,17 +158,48 @@ def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    folder = Path(plan.data)
-    if plan.data.lstrip().startswith("{"):  # NeMo's own dict of prefixes: checked by NeMo when it is built
-        return
-    if not (folder / FILE_NAME).is_file():
-        yield _error(
-            f"no prepared corpus in {folder}",
-            expected=f"{folder}/{FILE_NAME} with train, validation and test",
-            found="no such folder" if not folder.exists() else "a folder without a manifest",
-            do=_how_to_prepare(folder),
-        )
-        return
+    prefixes = _prefixes(plan.data)
+    if prefixes is None:
+        folder = Path(plan.data)
+        if not (folder / FILE_NAME).is_file():
+            yield _error(
+                f"no prepared corpus in {folder}",
+                expected=f"{folder}/{FILE_NAME} with train, validation and test",
+                found="no such folder" if not folder.exists() else "a folder without a manifest",
+                do=_how_to_prepare(folder),
+            )
+            return
+        yield from _manifest(plan, folder)
+        prefixes = {split: [folder / split] for split in SPLITS}
+    for name in ("validation", "test"):
+        for prefix in set(prefixes.get(name, [])) & set(prefixes["train"]):
+            yield _error(
+                f"{prefix} is training data and also in {name}",
+                expected=f"a {name} split the model is not trained on",
+                found=f"the same prefix in data.paths['train'] and data.paths['{name}']",
+                do="launch.py data prepare writes disjoint splits",
+            )
+    for split, some in prefixes.items():
+        for prefix in some:
+            broken = [Finding(problem) for problem in check_prefix(prefix)]
+            yield from broken or _samples(plan, split, prefix)
+
+
+def _prefixes(paths: str) -> dict[str, list[Path]] | None:
+    """NeMo's own form of data.paths, `{"train": [weight, prefix, ...], ...}`; None for a prepared folder."""
+    try:
+        value = ast.literal_eval(paths)
+    except (ValueError, SyntaxError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    return {
+        split: [Path(word) for word in words if not word.replace(".", "", 1).isdigit()]
+        for split, words in value.items()
+    }
+
+
+def _manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
     try:
         manifest = load_manifest(folder)
     except ProjectError as problem:
@@ -181,10 +213,6 @@ def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
             found=f"{size} ids in {folder}/tokenizer",
             do="prepare the corpus with the model's own tokenizer",
         )
-    broken = [Finding(problem) for split in SPLITS for problem in check_prefix(folder / split)]
-    yield from broken
-    if not broken:
-        yield from _samples(plan, folder)
 
 
 def _how_to_prepare(folder: Path) -> str:
@@ -193,18 +221,17 @@ def _how_to_prepare(folder: Path) -> str:
     return f"python launch.py data prepare INPUT --output {folder} --tokenizer Qwen/Qwen2.5-0.5B"
 
 
-def _samples(plan: Plan, folder: Path) -> Iterator[Finding]:
+def _samples(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
     """One sample is seq_length + 1 tokens; a shorter split repeats itself in silence, or loops for ever."""
-    for split in SPLITS:
-        tokens = read_index(folder / split).num_tokens
-        if tokens < plan.seq_length + 1:
-            yield _error(
-                f"the {split} split is shorter than one sequence",
-                expected=f"at least {plan.seq_length + 1} tokens (data.seq_length + 1)",
-                found=f"{tokens} tokens in {folder / split}.bin",
-                do=f"add data, give {split} a larger share with --split, or lower data.seq_length",
-            )
-    if plan.max_steps * plan.tokens_per_step > 4 * (tokens := read_index(folder / "train").num_tokens):
+    tokens = read_index(prefix).num_tokens
+    if tokens < plan.seq_length + 1:
+        yield _error(
+            f"the {split} split is shorter than one sequence",
+            expected=f"at least {plan.seq_length + 1} tokens (data.seq_length + 1)",
+            found=f"{tokens} tokens in {prefix}.bin",
+            do=f"add data, give {split} a larger share with --split, or lower data.seq_length",
+        )
+    elif split == "train" and plan.max_steps * plan.tokens_per_step > 4 * tokens:
         yield _warning(
             "the run reads its corpus more than four times",
             expected=f"at most 4 epochs of {tokens:,} tokens",

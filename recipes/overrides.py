@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from recipes.plan import Plan
@@ -40,18 +39,24 @@ def split(word: str) -> tuple[str, str, str]:
 
 def early(plan: Plan, words: tuple[str, ...]) -> Plan:
     """The plan as the overrides will leave it, as far as plain numbers tell (for preflight, before NeMo)."""
-    paths = Plan.paths()
     for word in words:
         path, op, value = split(word)
-        name = paths.get(path)
-        if name is None or op != "=":
+        old = plan.values().get(path)
+        if old is None or op != "=":
             continue
-        kind = type(getattr(plan, name))
         try:
-            plan = replace(plan, **{name: kind(value.strip("'\""))})
+            plan = plan.replace(path, _read(value.strip("'\""), type(old)))
         except ValueError:
-            raise _wrong_type(word, kind.__name__, value) from None
+            raise _wrong_type(word, type(old).__name__, value) from None
     return plan
+
+
+def _read(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError(text)
+        return text.lower() == "true"
+    return kind(text)
 
 
 def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
@@ -63,8 +68,9 @@ def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
     Raises:
         UserError: unknown path, wrong type, or a value NeMo-Run cannot read.
     """
-    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
+    from nemo_run.cli.cli_parser import CLIException, logger, parse_cli_args
 
+    logger.setLevel("CRITICAL")  # it prints what is raised here, in its own words
     lines = []
     for word in words:
         path, _, value = split(word)
@@ -72,8 +78,8 @@ def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
         old = getattr(owner, leaf, None)
         try:
             parse_cli_args(recipe, [word])
-        except (CLIException, ValueError, TypeError) as error:
-            raise _wrong_type(word, _expected(owner, leaf), value, str(error).split("\n")[0]) from None
+        except (CLIException, ValueError, TypeError):
+            raise _wrong_type(word, _expected(owner, leaf), value) from None
         new = getattr(owner, leaf)
         if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
             raise _wrong_type(word, type(old).__name__, value)
@@ -136,10 +142,10 @@ def _unknown(path: str, broken: str, near: list[str]) -> UserError:
     )
 
 
-def _wrong_type(word: str, expected: str, value: str, detail: str = "") -> UserError:
+def _wrong_type(word: str, expected: str, value: str) -> UserError:
     return UserError(
         f"wrong type in {word!r}",
         expected=expected,
-        found=repr(value) + (f" ({detail})" if detail else ""),
+        found=repr(value),
         do="give a value of that type; strings with special characters in quotes",
     )

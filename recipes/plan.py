@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     import nemo_run as run
 
 
+def _at(path: str, **kwargs: Any) -> Any:
+    """A plan field that the resolved recipe holds at `path` (so an override of it is understood early)."""
+    return field(metadata={"path": path}, **kwargs)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A Qwen2.5 decoder: GQA, bias on Q/K/V only, RMSNorm, SwiGLU, RoPE.
@@ -23,13 +28,13 @@ class Shape:
     Source: Qwen2.5 technical report (arXiv 2412.15115), table 1.
     """
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    vocab_size: int
-    tied: bool
+    num_layers: int = _at("model.config.num_layers")
+    hidden_size: int = _at("model.config.hidden_size")
+    ffn_hidden_size: int = _at("model.config.ffn_hidden_size")
+    num_attention_heads: int = _at("model.config.num_attention_heads")
+    num_query_groups: int = _at("model.config.num_query_groups")
+    vocab_size: int = _at("model.config.vocab_size")
+    tied: bool = _at("model.config.share_embeddings_and_output_weights")
 
     @property
     def num_parameters(self) -> int:
@@ -41,11 +46,6 @@ class Shape:
         embedding = self.vocab_size * self.hidden_size
         per_layer = attention + mlp + 2 * self.hidden_size
         return self.num_layers * per_layer + self.hidden_size + embedding * (1 if self.tied else 2)
-
-
-def _at(path: str, **kwargs: Any) -> Any:
-    """A plan field that the resolved recipe holds at `path` (so an override of it is understood early)."""
-    return field(metadata={"path": path}, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +97,19 @@ class Plan:
         """
         return self.shape.num_parameters * (14 if self.accelerator == "gpu" else 12)
 
-    @classmethod
-    def paths(cls) -> dict[str, str]:
-        """Recipe path -> plan field, for the fields that an override can reach."""
-        return {f.metadata["path"]: f.name for f in dataclasses.fields(cls) if "path" in f.metadata}
+    def values(self) -> dict[str, Any]:
+        """Recipe path -> value, for every number that an override can reach."""
+        fields = [(self, f) for f in dataclasses.fields(self)] + [(self.shape, f) for f in dataclasses.fields(self.shape)]
+        return {f.metadata["path"]: getattr(owner, f.name) for owner, f in fields if "path" in f.metadata}
+
+    def replace(self, path: str, value: Any) -> Plan:
+        """A copy with the number at `path` changed."""
+        for owner in (self, self.shape):
+            for f in dataclasses.fields(owner):
+                if f.metadata.get("path") == path:
+                    changed = dataclasses.replace(owner, **{f.name: value})
+                    return changed if isinstance(changed, Plan) else dataclasses.replace(self, shape=changed)
+        raise KeyError(path)
 
 
 class Recipe:

@@ -66,7 +66,7 @@ def launch(spec: RunSpec) -> int:
 def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]) -> None:
     """What will run, where, and every automatically chosen value with its reason."""
     log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
-    log.info("model: %s parameters (%.0fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
+    log.info("model: %s parameters (%.1fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
     log.info(
         "batch: %d tokens a step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
         plan.tokens_per_step,
@@ -89,7 +89,7 @@ def _preflight(plan: Plan, folder: RunDir) -> bool:
 
 def _attach(partial: run.Partial, folder: RunDir, spec: RunSpec) -> None:
     """Give the recipe the run directory's paths, and the checkpoint to resume from."""
-    partial.log.explicit_log_dir = str(folder.next_attempt)
+    partial.log.explicit_log_dir = str(folder.next_attempt / "nemo")
     partial.log.ckpt.dirpath = str(folder.checkpoints)
     partial.log.tensorboard.save_dir = str(folder.path)
     if spec.resume:
@@ -98,8 +98,13 @@ def _attach(partial: run.Partial, folder: RunDir, spec: RunSpec) -> None:
 
 
 def _yaml(partial: run.Partial) -> str:
+    import yaml
     from nemo_run.core.serialization.yaml import YamlSerializer
 
+    def name_of(dumper: yaml.SafeDumper, kind: type) -> yaml.Node:
+        return dumper.represent_data({"_target_": f"{kind.__module__}.{kind.__qualname__}", "_call_": False})
+
+    yaml.SafeDumper.add_multi_representer(type, name_of)  # NeMo-Run writes functions this way, but no classes
     return str(YamlSerializer().serialize(partial))
 
 
@@ -115,7 +120,7 @@ def _direct(partial: run.Partial, folder: RunDir, spec: RunSpec) -> int:
         run.run(partial, direct=True)
     except (Interrupted, KeyboardInterrupt):
         whole = folder.whole_checkpoints()
-        log.warning("stopped by Ctrl-C; resume with: %s" if whole else "stopped by Ctrl-C before a checkpoint", *([how_to_resume] if whole else []))
+        log.warning("stopped by Ctrl-C; %s", f"resume with: {how_to_resume}" if whole else "there is no checkpoint yet")
         return EXIT_INTERRUPTED
     log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
     log.info("logs:       %s", folder.attempts[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def console() -> None:
     root.handlers = [handler]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    # torch warns about the package name pynvml in every process that a checkpoint save starts
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
 def to_file(folder: Path) -> None:

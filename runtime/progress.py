@@ -135,5 +135,5 @@ def _micro_batches() -> int:
 
 def append_metrics(row: dict[str, Any]) -> None:
     """One line to the run's metrics.jsonl."""
-    with RunDir.of_attempt(Path(AppState().log_dir)).metrics.open("a") as stream:
+    with RunDir.of_nemo_logs(Path(AppState().log_dir)).metrics.open("a") as stream:
         stream.write(json.dumps(row) + "\n")

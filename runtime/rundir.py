@@ -36,9 +36,9 @@ class RunDir:
     checkpoints = property(lambda self: self.path / "checkpoints")
 
     @classmethod
-    def of_attempt(cls, attempt: Path) -> RunDir:
-        """The run that the log folder `runs/NAME/logs/attempt-N` belongs to."""
-        return cls(attempt.parents[1].name, attempt.parents[2])
+    def of_nemo_logs(cls, folder: Path) -> RunDir:
+        """The run that NeMo's log folder `runs/NAME/logs/attempt-N/nemo` belongs to."""
+        return cls(folder.parents[2].name, folder.parents[3])
 
     @property
     def attempts(self) -> list[Path]:

@@ -1,6 +1,6 @@
 """What runs in every training process: NeMo's pretrain, on the backend that the recipe names."""
 
-from __future__ import annotations
+# no `from __future__ import annotations` here: NeMo-Run reads the signature's types to parse overrides
 
 import contextlib
 from pathlib import Path

@@ -23,6 +23,7 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
     base.enable_progress_bar = False
     base.enable_model_summary = False
     base.max_steps = plan.max_steps
+    base.check_val_every_n_epoch = None  # count the interval over the whole run, not within an epoch
     base.val_check_interval = plan.val_check_interval
     base.limit_val_batches = plan.limit_val_batches
     base.limit_test_batches = plan.limit_val_batches
