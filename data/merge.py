@@ -108,6 +108,8 @@ def _merge_bin(work: Path, target: Path, split: str, docs: list[Any], keep: Keep
                 _append(file, piece, shard["tokens"], mask, itemsize)
                 done.append(piece)
                 pending += size
+            elif target.stat().st_size < offset + size:
+                raise OSError(f"{piece} is gone and {target.name} does not hold it: start again with --overwrite")
             offset += size
             if pending >= SYNC_BYTES:
                 _settle(file, done)

@@ -9,16 +9,18 @@ byte-identical to an uninterrupted run, whatever the number of workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data import publish
-from data.corpus import TXT_UNITS, Shard, Source, find_sources, plan_shards
+from data.console import progress, tell
+from data.corpus import Shard, Source, find_sources, plan_shards
 from data.encode import EncoderSpec, why_not_gigatoken
 from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFacts, TokenizerFacts
 from data.merge import merge_split
+from data.request import PrepareRequest
 from data.shard import ShardReport, ShardSpec, marker
 from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens, vocab_size
 from data.workers import run_shards
@@ -27,79 +29,9 @@ from runtime.errors import UserError
 if TYPE_CHECKING:
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
 
+__all__ = ["PrepareRequest", "prepare", "tokenizer_facts"]
+
 UINT16_BELOW = 65500  # Megatron's own border
-
-
-@dataclass(frozen=True)
-class PrepareRequest:
-    """What the user asks for.
-
-    Args:
-        inputs: files, globs and folders (recursive).
-        output: folder of the prepared corpus.
-        tokenizer: local folder or hub id of a fast tokenizer.
-        field: JSON field or column that holds the text.
-        split: shares of train, validation, test; any positive numbers.
-        seed: another seed gives another choice of validation and test documents.
-        dedup: keep only the first of documents with the same text.
-        workers: processes; None means one a core.
-        on_error: "stop" at an unusable record, or "skip" and count it.
-        resume: continue an interrupted run; False starts again.
-        overwrite: replace a corpus, or an interrupted run, that was made differently.
-        txt_unit: what one document of a .txt file is: "file", "line" or "paragraph" (blank lines between).
-        special_text: "plain" encodes "<|endoftext|>" inside a document as text, "control" as the token.
-        encoder: "auto" (gigatoken where the oracle agrees) or "hf".
-        shard_bytes: input bytes a shard, at which progress is saved.
-    """
-
-    inputs: Sequence[str]
-    output: Path
-    tokenizer: str
-    field: str = "text"
-    split: tuple[float, float, float] = (0.98, 0.01, 0.01)
-    seed: int = 1234
-    dedup: bool = False
-    workers: int | None = None
-    on_error: str = "stop"
-    resume: bool = True
-    overwrite: bool = False
-    txt_unit: str = "file"
-    special_text: str = "plain"
-    encoder: str = "auto"
-    shard_bytes: int = 32 << 20
-
-    def settings(self) -> dict[str, Any]:
-        """The options that decide the bytes of the corpus, beside the sources and the tokenizer."""
-        return {
-            "field": self.field,
-            "split": [round(share / sum(self.split), 12) for share in self.split],
-            "seed": self.seed,
-            "dedup": self.dedup,
-            "txt_unit": self.txt_unit,
-            "special_text": self.special_text,
-            "shard_bytes": self.shard_bytes,
-        }
-
-    def check(self) -> None:
-        """Raise a UserError for an option that cannot be."""
-        choices = {
-            "--txt-unit": (self.txt_unit, TXT_UNITS),
-            "--on-error": (self.on_error, ("stop", "skip")),
-            "--special-text": (self.special_text, ("plain", "control")),
-            "--encoder": (self.encoder, ("auto", "hf")),
-        }
-        for name, (value, allowed) in choices.items():
-            if value not in allowed:
-                raise UserError(f"{name}: unknown value", expected=" or ".join(allowed), found=repr(value))
-        if len(self.split) != 3 or min(self.split) <= 0:
-            raise UserError(
-                "--split: each of train, validation, test needs a share",
-                expected="three numbers above 0, such as 98,1,1",
-                found=",".join(map(str, self.split)),
-                do="give the split that you do not want a small share: Megatron loops for ever on an empty one",
-            )
-        if self.workers is not None and self.workers < 1:
-            raise UserError("--workers: too few", expected="1 or more", found=str(self.workers))
 
 
 def prepare(request: PrepareRequest) -> Manifest:
@@ -145,22 +77,24 @@ def _build(
     partial = publish.open_partial(output, request.settings(), sources, facts, request.resume, request.overwrite)
     if publish.is_built(partial):
         return publish.publish(partial, output)
-    shards = plan_shards(sources, request.txt_unit, request.shard_bytes)
     spec = _shard_spec(request, partial / "shards", tokenizer, facts)
     try:
+        shards = plan_shards(sources, request.txt_unit, request.shard_bytes)
         hashes = _run(request, output, sources, shards, spec)
-        reports = [ShardReport.load(marker(spec.work, index)) for index in range(len(shards))]
-        _check_counts(reports, request)
     except UserError:
         publish.drop_if_useless(partial)
         raise
+    reports = [ShardReport.load(marker(spec.work, index)) for index in range(len(shards))]
+    if problem := _count_problem(reports, request):
+        shutil.rmtree(partial)
+        raise problem
     splits = {
         name: merge_split(spec.work, partial / "out", name, len(shards), request.dedup, spec.dtype) for name in SPLITS
     }
     tokenizer.save_pretrained(partial / "out" / "tokenizer")
     manifest = _manifest(request, output, sources, hashes, facts, spec, reports, splits)
     manifest.save(partial / "out")
-    publish.tell(_summary(manifest))
+    tell(_summary(manifest))
     return publish.publish(partial, output)
 
 
@@ -176,7 +110,7 @@ def _shard_spec(
     )
     why_not = "asked for" if request.encoder == "hf" else why_not_gigatoken(encoder)
     if why_not:
-        publish.tell(f"encoding with the HF tokenizer, about 1/10 of the speed ({why_not})")
+        tell(f"encoding with the HF tokenizer, about 1/10 of the speed ({why_not})")
     return ShardSpec(
         work=work,
         encoder=encoder if why_not else replace(encoder, fast="gigatoken"),
@@ -199,19 +133,19 @@ def _run(
     total, left = sum(sizes), sum(sizes[index] for index in todo)
     publish.check_space(output, sources, left / max(total, 1))
     if len(todo) < len(shards):
-        publish.tell(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are done")
-    with publish.progress(total, done=total - left) as tick:
+        tell(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are done")
+    with progress(total, done=total - left) as tick:
         return run_shards(todo, sources, spec, request.workers or len(os.sched_getaffinity(0)), tick)
 
 
-def _check_counts(reports: list[ShardReport], request: PrepareRequest) -> None:
-    """Raise a UserError when there are no documents, or none in some split."""
+def _count_problem(reports: list[ShardReport], request: PrepareRequest) -> UserError | None:
+    """What is wrong when there are no documents, or none in some split."""
     counts = {name: sum(report.documents[name] for report in reports) for name in SPLITS}
     empty = sum(report.empty_documents for report in reports)
     skipped = sum(report.lines_skipped for report in reports)
     total = sum(counts.values())
     if not total:
-        raise UserError(
+        return UserError(
             "the corpus is empty",
             expected="at least one document with text",
             found=f"{empty} empty and {skipped} skipped records in {', '.join(map(str, request.inputs))}",
@@ -219,13 +153,13 @@ def _check_counts(reports: list[ShardReport], request: PrepareRequest) -> None:
         )
     bare = [name for name in SPLITS if not counts[name]]
     if bare:
-        few = f"; of .txt files, each one is a document ({request.txt_unit=})" if total < 100 else ""
-        raise UserError(
+        return UserError(
             f"no document fell into {' and '.join(bare)}",
             expected="at least one document in each split",
-            found=f"{total} documents{few.replace('request.txt_unit', '--txt-unit ')}",
+            found=f"{total} documents in all, shares {', '.join(f'{s:.2%}' for s in request.settings()['split'])}",
             do="give it a larger share (--split 80,10,10), use smaller documents (--txt-unit paragraph), or add data",
         )
+    return None
 
 
 def _manifest(

@@ -13,12 +13,13 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from data.console import tell
 from data.corpus import Source
 from data.manifest import FILE_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
 from runtime.errors import UserError
@@ -27,31 +28,6 @@ PARTIAL = ".partial"
 INFLATION = {"gzip": 3.0, "zstd": 3.5, None: 1.0}
 BYTES_A_TOKEN = 6  # generous, so that only a hopeless disk is refused up front
 LIBRARIES = ("tokenizers", "transformers", "gigatoken", "numpy", "pyarrow")
-
-
-def tell(text: str) -> None:
-    """Say something to the person, on standard error."""
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text)
-
-
-@contextmanager
-def progress(total: int, done: int) -> Iterator[Callable[[int], None]]:
-    """A bar over input bytes on standard error; yields the function that moves it on."""
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.TextColumn("tokenise"),
-        rich.BarColumn(),
-        rich.DownloadColumn(),
-        rich.TransferSpeedColumn(),
-        rich.TimeRemainingColumn(),
-    )
-    with rich.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total, completed=done)
-        yield lambda size: bar.advance(task, size)
 
 
 @contextmanager
@@ -63,20 +39,21 @@ def locked(output: Path) -> Iterator[None]:
     """
     handle = os.open(output, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{output} is in use",
-                expected="one preparation at a time",
-                found="another one is writing there",
-                do="wait for it, or choose another --output",
-            ) from None
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(
+            f"{output} is in use",
+            expected="one preparation at a time",
+            found="another one is writing there",
+            do="wait for it, or choose another --output",
+        ) from None
+    try:
         yield
     finally:
-        os.close(handle)
-        if not any(output.iterdir()):
+        with suppress(OSError):  # only an empty folder goes: a failed run leaves none behind
             output.rmdir()
+        os.close(handle)
 
 
 def existing(
@@ -108,6 +85,7 @@ def existing(
         differs.append(f"inputs: {len(manifest.sources)} files then, now other or newer ones ({len(sources)})")
     if differs:
         raise _made_differently(output, "a corpus", differs)
+    shutil.rmtree(output / PARTIAL, ignore_errors=True)
     tell(f"{output} is already prepared with these inputs and options")
     return manifest
 
@@ -175,6 +153,8 @@ def drop_if_useless(partial: Path) -> None:
 
 def publish(partial: Path, output: Path) -> Manifest:
     """Move the finished files into place, the manifest last, and remove the work folder."""
+    # first, so that a kill between the last move and the end leaves no shards that look unmerged
+    shutil.rmtree(partial / "shards", ignore_errors=True)
     (output / FILE_NAME).unlink(missing_ok=True)
     names = sorted(path.name for path in (partial / "out").iterdir() if path.name != FILE_NAME)
     for name in [*names, FILE_NAME]:

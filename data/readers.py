@@ -8,7 +8,6 @@ a whole file (not compressed as its name says, no such column) always stop.
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from data.corpus import Piece, Source
+from data.faults import SKIP_HINT, BadRecordError, RecordError, bad_line, broken_file, known_names, no_column, not_utf8
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 MAX_DOCUMENT_BYTES = 1 << 29
 BUFFER_BYTES = 1 << 20
-SKIP_HINT = "mend the line, or leave such lines out and count them with --on-error skip"
-
-
-class BadRecordError(UserError):
-    """One record that cannot be used; under `on_error="skip"` it is counted and left out."""
 
 
 def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRecordError]:
@@ -58,7 +53,7 @@ def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRec
     except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
         if source.compression is None or (isinstance(error, OSError) and error.errno is not None):
             raise
-        raise _broken_file(source, str(error)) from None
+        raise broken_file(source, str(error)) from None
 
 
 def open_bytes(source: Source) -> BinaryIO:
@@ -108,7 +103,7 @@ def _lines(source: Source, piece: Piece, file: BinaryIO) -> Iterator[tuple[int, 
         try:
             yield number, raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield number, _not_utf8(source, piece, number, error)
+            yield number, not_utf8(source, piece, number, error)
 
 
 def _jsonl(
@@ -122,11 +117,11 @@ def _jsonl(
                 yield _text_of(json.loads(line), field)
             except json.JSONDecodeError as error:
                 fault = f"{error.msg} at column {error.colno}"
-                yield _bad(source, piece, number, f"broken JSON ({fault})", "one JSON object a line", line)
+                yield bad_line(source, piece, number, f"broken JSON ({fault})", "one JSON object a line", line)
             except RecursionError:
-                yield _bad(source, piece, number, "JSON nested too deeply", "one flat JSON object a line", line)
-            except _RecordError as fault_:
-                yield _bad(
+                yield bad_line(source, piece, number, "JSON nested too deeply", "one flat JSON object a line", line)
+            except RecordError as fault_:
+                yield bad_line(
                     source,
                     piece,
                     number,
@@ -137,18 +132,12 @@ def _jsonl(
                 )
 
 
-class _RecordError(Exception):
-    def __init__(self, what: str, found: str, do: str = SKIP_HINT) -> None:
-        super().__init__(what)
-        self.what, self.found, self.do = what, found, do
-
-
 def _text_of(record: Any, field: str) -> str:
     if not isinstance(record, dict):
-        raise _RecordError(f"a JSON {type(record).__name__}, not an object", repr(record))
+        raise RecordError(f"a JSON {type(record).__name__}, not an object", repr(record))
     if field not in record:
         do = "name the field that holds the text with --field, or leave such lines out with --on-error skip"
-        raise _RecordError(f"no field {field!r}", _names(list(record), field), do)
+        raise RecordError(f"no field {field!r}", known_names(list(record), field), do)
     return check_text(record[field], field)
 
 
@@ -157,12 +146,12 @@ def check_text(value: Any, field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _RecordError(f"field {field!r} is no text", f"{type(value).__name__} {value!r}")
+        raise RecordError(f"field {field!r} is no text", f"{type(value).__name__} {value!r}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         found = f"lone surrogate {value[error.start]!r} at character {error.start}"
-        raise _RecordError("text that is no valid Unicode", found) from None
+        raise RecordError("text that is no valid Unicode", found) from None
     return value
 
 
@@ -182,7 +171,7 @@ def _csv(
     rows = csv.reader(good(), strict=True)
     header = next(rows, [])
     if field not in header:
-        raise _no_column(source, header, field)
+        raise no_column(source, header, field)
     column = header.index(field)
     while True:
         try:
@@ -220,7 +209,7 @@ def _txt(source: Source, piece: Piece, file: BinaryIO, txt_unit: str) -> Iterato
             yield raw.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
-            yield _not_utf8(source, Piece(piece.source, 0, -1, 0), line, error, offset=error.start)
+            yield not_utf8(source, Piece(piece.source, 0, -1, 0), line, error, offset=error.start)
         return
     paragraph: list[str] = []
     for _, text in _lines(source, piece, file):
@@ -240,7 +229,7 @@ def _parquet(source: Source, piece: Piece, field: str) -> Iterator[str | BadReco
     file = open_parquet(source.path)
     names = file.schema_arrow.names
     if field not in names:
-        raise _no_column(source, names, field)
+        raise no_column(source, names, field)
     groups = list(range(piece.start, piece.end))
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[field]):
@@ -248,60 +237,6 @@ def _parquet(source: Source, piece: Piece, field: str) -> Iterator[str | BadReco
             row += 1
             try:
                 yield check_text(value, field)
-            except _RecordError as fault:
+            except RecordError as fault:
                 where = f"{source.path}, row {row}: {fault.what}"
                 yield BadRecordError(where, expected="a column of strings", found=fault.found[:200], do=SKIP_HINT)
-
-
-def _bad(
-    source: Source, piece: Piece, number: int, what: str, expected: str, found: str, do: str = SKIP_HINT
-) -> BadRecordError:
-    where = f"{source.path}:{_first_line(source, piece) + number}: {what}"
-    return BadRecordError(where, expected=expected, found=found.strip()[:200], do=do)
-
-
-def _not_utf8(
-    source: Source, piece: Piece, number: int, error: UnicodeDecodeError, offset: int | None = None
-) -> BadRecordError:
-    byte = error.object[error.start]
-    where = f"byte {offset} of the file" if offset is not None else f"byte {error.start} of the line"
-    return BadRecordError(
-        f"{source.path}:{_first_line(source, piece) + number}: not UTF-8 ({where})",
-        expected="UTF-8 text",
-        found=f"byte 0x{byte:02x} ({error.reason})",
-        do="convert the file (iconv -f LATIN1 -t UTF-8), or leave such records out with --on-error skip",
-    )
-
-
-def _first_line(source: Source, piece: Piece) -> int:
-    """Lines of the file before the piece; counted only when an error needs it."""
-    count, left = 0, piece.start
-    with Path(source.path).open("rb") as file:
-        while left > 0 and (block := file.read(min(left, BUFFER_BYTES))):
-            count += block.count(b"\n")
-            left -= len(block)
-    return count
-
-
-def _names(names: list[str], field: str) -> str:
-    near = difflib.get_close_matches(field, names, n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"fields {', '.join(map(repr, names)) or 'none'}{hint}"
-
-
-def _no_column(source: Source, names: list[str], field: str) -> UserError:
-    return UserError(
-        f"{source.path}: no column {field!r}",
-        expected=f"a column {field!r} with the text",
-        found=_names(names, field),
-        do="name the column with --field",
-    )
-
-
-def _broken_file(source: Source, found: str) -> UserError:
-    return UserError(
-        f"{source.path} cannot be decompressed",
-        expected=f"a whole {source.compression} file",
-        found=found,
-        do="copy or download the file again",
-    )

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.console import tell
 from data.manifest import FILE_NAME, Manifest, load_manifest
 from data.prepare import PrepareRequest, prepare
-from data.publish import tell
 from runtime.errors import UserError
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.corpus import Shard, Source
 from data.encode import EncodeCounts, Encoder, EncoderSpec
+from data.faults import BadRecordError
 from data.manifest import SPLITS
-from data.readers import BadRecordError, read_piece
+from data.readers import read_piece
 
 if TYPE_CHECKING:
     import numpy as np
