@@ -36,9 +36,7 @@ def train(
     from runtime.spec import RunSpec
 
     words = tuple(overrides or ())
-    spec = RunSpec(
-        recipe=recipe, executor=executor, env=env, name=name, resume=resume, dryrun=dryrun, overrides=words
-    )
+    spec = RunSpec(recipe=recipe, executor=executor, env=env, name=name, resume=resume, dryrun=dryrun, overrides=words)
     raise typer.Exit(launch(spec))
 
 
@@ -57,14 +55,47 @@ def prepare(
     output: Annotated[Path, typer.Option(help="Folder to write.")],
     tokenizer: Annotated[str, typer.Option(help="A local folder or a hub id; fast tokenizers only.")],
     field: Annotated[str, typer.Option(help="The text field of jsonl, parquet and csv.")] = "text",
-    split: Annotated[str, typer.Option(help="Shares of train, validation, test.")] = "98,1,1",
-    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 1234,
+    split: Annotated[str, typer.Option(help="Shares of train,validation,test.")] = "98,1,1",
+    seed: Annotated[int, typer.Option(help="Another seed chooses other validation and test documents.")] = 1234,
     dedup: Annotated[bool, typer.Option("--dedup", help="Drop documents with the same text.")] = False,
     workers: Annotated[Optional[int], typer.Option(help="Processes; default: the cores.")] = None,
-    on_error: Annotated[str, typer.Option(help="Broken lines: stop, or skip and count.")] = "stop",
+    on_error: Annotated[str, typer.Option(help="Unusable records: stop, or skip and count.")] = "stop",
+    txt_unit: Annotated[str, typer.Option(help="One document of a .txt is a file, line or paragraph.")] = "file",
+    special_text: Annotated[str, typer.Option(help="'<|endoftext|>' inside a text: plain or control.")] = "plain",
+    encoder: Annotated[str, typer.Option(help="auto (gigatoken where it agrees with HF) or hf.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
 ) -> None:
     """Tokenise text into train, validation and test .bin/.idx."""
+    from data.prepare import PrepareRequest
+    from data.prepare import prepare as write
+
+    write(
+        PrepareRequest(
+            inputs=inputs,
+            output=output,
+            tokenizer=tokenizer,
+            field=field,
+            split=_shares(split),
+            seed=seed,
+            dedup=dedup,
+            workers=workers,
+            on_error=on_error,
+            txt_unit=txt_unit,
+            special_text=special_text,
+            encoder=encoder,
+            overwrite=overwrite,
+        )
+    )
+
+
+def _shares(text: str) -> tuple[float, float, float]:
+    from runtime.errors import UserError
+
+    try:
+        train, validation, test = (float(word) for word in text.split(","))
+    except ValueError:
+        raise UserError("--split: cannot read it", expected="98,1,1", found=repr(text), do="--split 98,1,1") from None
+    return train, validation, test
 
 
 @data.command()

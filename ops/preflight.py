@@ -103,7 +103,9 @@ def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
     positive = ("seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes")
     for name in positive:
         if getattr(plan, name) < 1:
-            yield _error(f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}")
+            yield _error(
+                f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}"
+            )
             return
     world, model = plan.devices * plan.num_nodes, plan.tensor_parallel * plan.pipeline_parallel * plan.context_parallel
     if world % model:
@@ -115,11 +117,12 @@ def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
         )
         return
     share = plan.micro_batch_size * plan.data_parallel
+    product = f"micro batch {plan.micro_batch_size} x data parallel {plan.data_parallel} = {share}"
     if plan.global_batch_size % share:
         fits = max(share, plan.global_batch_size // share * share)
         yield _error(
             "the global batch is not divisible",
-            expected=f"a multiple of micro batch x data parallel = {plan.micro_batch_size} x {plan.data_parallel} = {share}",
+            expected=f"a multiple of {product}",
             found=f"data.global_batch_size={plan.global_batch_size}",
             do=f"data.global_batch_size={fits}, or another data.micro_batch_size",
         )

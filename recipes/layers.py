@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -69,7 +68,7 @@ class SDPACoreAttention(MegatronModule):
             raise NotImplementedError("packed sequences and attention bias need Transformer Engine")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         causal = self.causal if attn_mask_type is None else attn_mask_type == AttnMaskType.causal
-        out = F.scaled_dot_product_attention(
+        out = torch.nn.functional.scaled_dot_product_attention(
             q,
             k,
             v,

@@ -79,12 +79,26 @@ def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
         try:
             parse_cli_args(recipe, [word])
         except (CLIException, ValueError, TypeError):
-            raise _wrong_type(word, _expected(owner, leaf), value) from None
+            if not _set_mislabelled_float(owner, leaf, word):
+                raise _wrong_type(word, _expected(owner, leaf), value) from None
         new = getattr(owner, leaf)
         if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
             raise _wrong_type(word, type(old).__name__, value)
         lines.append(f"{path}: {old!r} -> {new!r}")
     return lines
+
+
+def _set_mislabelled_float(owner: Any, leaf: str, word: str) -> bool:
+    """NeMo labels some floats `int` (Qwen2Config.init_method_std: int = 0.02): the default tells the type."""
+    _, op, value = split(word)
+    default = inspect.signature(owner.__fn_or_cls__).parameters.get(leaf)
+    if op != "=" or default is None or not isinstance(default.default, float):
+        return False
+    try:
+        setattr(owner, leaf, float(value))
+    except ValueError:
+        return False
+    return True
 
 
 def _walk(recipe: Any, path: str) -> tuple[Any, str]:
@@ -108,13 +122,15 @@ def _check(owner: Any, name: str, seen: str, path: str) -> None:
     known = _names(owner)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        raise _unknown(path, seen + name, [seen + other for other in near])
+        rest = path[len(seen + name) :]
+        raise _unknown(path, seen + name, [seen + other + rest for other in near])
 
 
 def _names(owner: Any) -> list[str]:
     """Every argument the config's class really takes: signatures along its MRO, and what is set already."""
     target = owner.__fn_or_cls__
-    functions = [c.__init__ for c in target.__mro__] if inspect.isclass(target) else [target]
+    kinds = target.__mro__ if inspect.isclass(target) else ()
+    functions = [vars(kind)["__init__"] for kind in kinds if "__init__" in vars(kind)] or [target]
     names = set(owner.__arguments__)
     for function in functions:
         try:

@@ -99,7 +99,9 @@ class Plan:
 
     def values(self) -> dict[str, Any]:
         """Recipe path -> value, for every number that an override can reach."""
-        fields = [(self, f) for f in dataclasses.fields(self)] + [(self.shape, f) for f in dataclasses.fields(self.shape)]
+        fields = [(self, f) for f in dataclasses.fields(self)] + [
+            (self.shape, f) for f in dataclasses.fields(self.shape)
+        ]
         return {f.metadata["path"]: getattr(owner, f.name) for owner, f in fields if "path" in f.metadata}
 
     def replace(self, path: str, value: Any) -> Plan:
@@ -110,6 +112,17 @@ class Plan:
                     changed = dataclasses.replace(owner, **{f.name: value})
                     return changed if isinstance(changed, Plan) else dataclasses.replace(self, shape=changed)
         raise KeyError(path)
+
+    def as_resolved(self, recipe: run.Partial) -> Plan:
+        """The plan with the numbers that `recipe` holds now (overrides applied, function bodies edited)."""
+        plan = self
+        for path, value in self.values().items():
+            owner: Any = recipe
+            for step in path.split("."):
+                owner = getattr(owner, step)
+            if owner != value:
+                plan = plan.replace(path, owner if path != "data.paths" else str(owner))
+        return plan
 
 
 class Recipe:

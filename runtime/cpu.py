@@ -58,7 +58,6 @@ def _seed(original: Callable[[int], None], seed: int) -> None:
 
 
 def _swaps() -> list[tuple[Any, str, Any]]:
-    import numpy
     from megatron.core.tensor_parallel import random as mcore_random
     from nemo.lightning import megatron_init
     from nemo.lightning.io import pl as nemo_io
@@ -81,8 +80,6 @@ def _swaps() -> list[tuple[Any, str, Any]]:
         (megatron_init, "_set_random_seed", functools.partial(_seed, megatron_init._set_random_seed)),
         (nemo_io, "_fix_tensors_device", lambda checkpoint: checkpoint),
     ]
-    if not hasattr(numpy, "product"):  # megatron-core 0.12 on numpy 2
-        rows.append((numpy, "product", numpy.prod))
     return rows
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ops import preflight
 from recipes import overrides, registry
@@ -50,9 +50,16 @@ def launch(spec: RunSpec) -> int:
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
         partial = recipe()
+        from recipes import machine
+
         logs.quiet_nemo()
+        for line in machine.adapt(partial):
+            log.info("this machine: %s", line)
         for line in overrides.apply(partial, spec.overrides):
             log.info("override %s", line)
+        resolved = plan.as_resolved(partial)
+        if resolved != plan and not _preflight(resolved, folder) and not spec.dryrun:
+            return EXIT_PREFLIGHT
         _attach(partial, folder, spec)
         text = _yaml(partial)
         folder.write(spec, text, settings, [sys.executable, *sys.argv])
@@ -130,7 +137,7 @@ def _direct(partial: run.Partial, folder: RunDir, spec: RunSpec) -> int:
 
 
 @contextlib.contextmanager
-def _stdout_is_stderr() -> Iterator[object]:
+def _stdout_is_stderr() -> Iterator[TextIO]:
     """Send what libraries print to standard error, so that a dry run's standard output is YAML alone."""
     sys.stdout.flush()
     kept = os.dup(1)

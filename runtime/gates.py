@@ -128,7 +128,7 @@ def check_ids(samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], vocab
                 "the dataset rewrites token ids",
                 expected="labels as they stand in the .bin",
                 found=f"{changed} of {stored.numel() - 1} labels of one sample changed",
-                do="leave data.dataset_cls at data.module.WholeMaskGPTDataset (pad == end-of-document: docs/02-truth.md)",
+                do="leave data.dataset_cls at data.module.WholeMaskGPTDataset (docs/02-truth.md)",
             )
 
 

@@ -52,7 +52,13 @@ class Progress(pl.Callback):
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn())
+        columns = (
+            "training",
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[now]}"),
+            TimeRemainingColumn(),
+        )
         self._bar = Bar(*columns, console=Console(stderr=True))
         self._task = self._bar.add_task("train", total=trainer.max_steps, completed=trainer.global_step, now="")
         self._bar.start()

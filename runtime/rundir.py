@@ -25,15 +25,14 @@ class RunDir:
 
     def __init__(self, name: str, root: Path = RUNS) -> None:
         self.name, self.path = name, root / name
-
-    config = property(lambda self: self.path / "config.yaml")
-    env = property(lambda self: self.path / "env.json")
-    command = property(lambda self: self.path / "command.txt")
-    version = property(lambda self: self.path / "version.txt")
-    metrics = property(lambda self: self.path / "metrics.jsonl")
-    logs = property(lambda self: self.path / "logs")
-    tensorboard = property(lambda self: self.path / "tb")
-    checkpoints = property(lambda self: self.path / "checkpoints")
+        self.config = self.path / "config.yaml"
+        self.env = self.path / "env.json"
+        self.command = self.path / "command.txt"
+        self.version = self.path / "version.txt"
+        self.metrics = self.path / "metrics.jsonl"
+        self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tb"
+        self.checkpoints = self.path / "checkpoints"
 
     @classmethod
     def of_nemo_logs(cls, folder: Path) -> RunDir:

@@ -10,7 +10,7 @@ from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
 
-from runtime import cpu
+from runtime import compat, cpu
 from runtime.interrupt import Interrupted, StopOnInterrupt
 
 
@@ -29,6 +29,7 @@ def pretrain(
     Raises:
         Interrupted: Ctrl-C ended the run after a whole step and a checkpoint.
     """
+    compat.numpy_product()
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     with cpu.backend() if on_cpu else contextlib.nullcontext():
         folder = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)

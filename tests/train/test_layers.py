@@ -49,7 +49,9 @@ def _both(heads: int, groups: int, document_mask: bool) -> tuple[float, float]:
 
 @pytest.mark.parametrize("document_mask", (False, True))
 @pytest.mark.parametrize(("heads", "groups"), ((4, 2), (14, 2), (4, 4)))
-def test_sdpa_equals_megatrons_attention(heads: int, groups: int, document_mask: bool, forked: Callable[..., Any]) -> None:
+def test_sdpa_equals_megatrons_attention(
+    heads: int, groups: int, document_mask: bool, forked: Callable[..., Any]
+) -> None:
     outputs, gradients = forked(_both, heads, groups, document_mask)
     assert outputs < 1e-5
     assert gradients < 1e-5

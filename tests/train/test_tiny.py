@@ -30,13 +30,11 @@ def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tm
     steps = (*SHORT, "log.ckpt.every_n_train_steps=10")
     whole = forked(train, sample, *steps, "trainer.max_steps=20", cwd=tmp_path / "whole")
     first = forked(train, sample, *steps, "trainer.max_steps=10", cwd=tmp_path / "parts")
-    both = forked(
-        lambda: train(sample, *steps, "trainer.max_steps=20", resume=True), cwd=tmp_path / "parts"
-    )
+    both = forked(lambda: train(sample, *steps, "trainer.max_steps=20", resume=True), cwd=tmp_path / "parts")
     assert len(_losses(whole)) == 20
     assert _losses(first) == _losses(whole)[:10]
     assert _losses(both) == _losses(whole)
-    assert both[-1]["unmasked_tokens"] == whole[-1]["unmasked_tokens"] == 20 * 8 * 256
+    assert both[-1]["unmasked_tokens"] == whole[-1]["unmasked_tokens"] == 20 * 4 * 256
     assert [p.name for p in sorted((tmp_path / "parts/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
 
 
@@ -44,14 +42,14 @@ def test_losses_are_the_recorded_ones(sample: Path, forked: Callable[..., Any]) 
     """A refactor must not move the losses. The corpus is this Python's own, so the record names its version."""
     found = _losses(forked(train, sample, *SHORT, "trainer.max_steps=10"))
     record = json.loads(GOLDEN.read_text())
-    key = "%d.%d.%d" % sys.version_info[:3]
+    key = ".".join(map(str, sys.version_info[:3]))
     if key not in record:
         pytest.skip(f"no recorded losses for Python {key}: its sample corpus differs")
     assert found == pytest.approx(record[key], abs=2e-5)  # other CPUs sum in another order
 
 
 def test_it_learns(sample: Path, forked: Callable[..., Any]) -> None:
-    losses = _losses(forked(train, sample, *SHORT[:2], "trainer.max_steps=80", "trainer.val_check_interval=1000"))
+    losses = _losses(forked(train, sample, *SHORT[:2], "trainer.max_steps=130"))
     assert losses[0] == pytest.approx(math.log(4096), abs=0.15)
     assert sum(losses[-5:]) / 5 < losses[0] - 2.0
 
@@ -60,7 +58,9 @@ def test_ctrl_c_saves_and_says_how_to_resume(sample: Path, tmp_path: Path) -> No
     """A real process, a real SIGINT, exit code 130, and the command it prints works."""
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "stopped"]
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={tmp_path / 'cache'}"]
-    run = subprocess.Popen([*command, *paths, "trainer.log_every_n_steps=1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [*command, *paths, "trainer.log_every_n_steps=1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     assert run.stderr is not None
     lines = []
     for line in run.stderr:

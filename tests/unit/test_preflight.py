@@ -63,13 +63,15 @@ def test_numbers(corpus: Path) -> None:
 
 
 def test_a_sequence_longer_than_a_split(corpus: Path) -> None:
-    findings = _check(corpus, seq_length=65536, model_seq_length=65536, max_steps=1, warmup_steps=0, val_check_interval=1)
+    findings = _check(
+        corpus, seq_length=65536, model_seq_length=65536, max_steps=1, warmup_steps=0, val_check_interval=1
+    )
     assert {"validation", "test"} <= {str(f.problem).split()[1] for f in findings if f.fatal}
 
 
 def test_schedule_warnings_do_not_stop_a_run(corpus: Path) -> None:
-    assert "warm-up is longer" in _only(_check(corpus, warmup_steps=300), fatal=False)
-    assert "validation interval is longer" in _only(_check(corpus, val_check_interval=300), fatal=False)
+    assert "warm-up is longer" in _only(_check(corpus, warmup_steps=500), fatal=False)
+    assert "validation interval is longer" in _only(_check(corpus, val_check_interval=500), fatal=False)
     assert "more than four times" in _only(_check(corpus, max_steps=5000), fatal=False)
 
 
@@ -79,7 +81,9 @@ def test_tokenizer_larger_than_the_vocabulary(corpus: Path) -> None:
 
 
 def test_the_same_prefix_for_training_and_validation(corpus: Path) -> None:
-    same = repr({"train": [str(corpus / "train")], "validation": [str(corpus / "train")], "test": [str(corpus / "test")]})
+    same = repr(
+        {"train": [str(corpus / "train")], "validation": [str(corpus / "train")], "test": [str(corpus / "test")]}
+    )
     plan: Plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=same)
     text = _only(preflight.check(plan, RunDir("run", corpus.parent / "runs")))
     assert "also in validation" in text

@@ -1,0 +1,1 @@
+"""How fast: each bench prints JSON, ratios measured in one run."""

@@ -1,0 +1,25 @@
+"""What a recipe must change on this machine, each change with its reason; the user's overrides come after."""
+
+from __future__ import annotations
+
+import nemo_run as run
+import torch
+from nemo.collections.llm.gpt.model.base import HAVE_TE
+
+
+def adapt(recipe: run.Partial) -> list[str]:
+    """Change `recipe` in place to what this machine can do.
+
+    Returns:
+        one line per change: `path: old -> new (reason)`.
+    """
+    if recipe.trainer.accelerator != "gpu" or not torch.cuda.is_available() or HAVE_TE:
+        return []
+    lines = ["layers: Megatron's local layers with SDPA attention (Transformer Engine is not installed: slower)"]
+    if recipe.optim.config.use_distributed_optimizer:
+        recipe.optim.config.use_distributed_optimizer = False
+        lines.append(
+            "optim.config.use_distributed_optimizer: True -> False"
+            " (its state cannot be restored without Transformer Engine or Apex)"
+        )
+    return lines

@@ -1,0 +1,121 @@
+"""Every recipe resolved: goldens, plan and Partial agree, overrides are strict. One NeMo import for all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes import overrides, registry
+from runtime import execute
+from runtime.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDENS = ROOT / "tests" / "goldens" / "config"
+
+
+@pytest.fixture(scope="module")
+def partials() -> dict[str, Any]:
+    return {name: registry.resolve(name)() for name in registry.RECIPES}
+
+
+@pytest.mark.parametrize("name", registry.RECIPES)
+def test_golden(name: str, partials: dict[str, Any]) -> None:
+    """Changed on purpose? `UPDATE_GOLDENS=1 pytest tests/config` writes them anew: read the diff."""
+    golden = GOLDENS / f"{name}.yaml"
+    found = execute._yaml(partials[name])
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(found)
+    assert found == golden.read_text()
+
+
+@pytest.mark.parametrize("name", registry.RECIPES)
+def test_plan_and_partial_agree(name: str, partials: dict[str, Any]) -> None:
+    """Preflight reads the plan, training the Partial: they must be the same numbers."""
+    for path, value in registry.resolve(name).plan.values().items():
+        owner: Any = partials[name]
+        for step in path.split("."):
+            owner = getattr(owner, step)
+        assert owner == value, path
+    assert partials[name].trainer.accelerator == registry.resolve(name).plan.accelerator
+
+
+def test_the_single_gpu_recipe_is_the_documented_one(partials: dict[str, Any]) -> None:
+    recipe = partials["qwen25_500m_single"]
+    config, data, strategy = recipe.model.config, recipe.data, recipe.trainer.strategy
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (12, 768, 2048)
+    assert (config.num_attention_heads, config.num_query_groups) == (12, 2)
+    assert (data.seq_length, data.micro_batch_size, data.global_batch_size) == (2048, 1, 4)
+    assert (data.num_workers, data.pin_memory) == (2, True)
+    assert (recipe.trainer.devices, recipe.trainer.num_nodes) == (1, 1)
+    assert strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1
+    assert strategy.context_parallel_size == 1
+
+
+def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
+    recipe = copy.deepcopy(partials["qwen25_tiny"])
+    lines = overrides.apply(
+        recipe,
+        (
+            "data.micro_batch_size=2",
+            "optim.config.lr=0.001",
+            "trainer.max_steps*=2",
+            "data.paths=corpora/x y",
+            "data.index_mapping_dir=/tmp/cache",
+            "log.ckpt.save_top_k=5",
+            "data.eod_mask_loss=True",
+            "model.config.init_method_std=0.05",  # annotated int upstream
+        ),
+    )
+    assert lines[0] == "data.micro_batch_size: 4 -> 2"
+    assert (recipe.data.micro_batch_size, recipe.optim.config.lr, recipe.trainer.max_steps) == (2, 0.001, 800)
+    assert (recipe.data.paths, recipe.data.index_mapping_dir) == ("corpora/x y", "/tmp/cache")
+    assert (recipe.log.ckpt.save_top_k, recipe.data.eod_mask_loss) == (5, True)
+    assert recipe.model.config.init_method_std == 0.05
+    overrides.apply(recipe, ("data.paths={'train': ['a'], 'validation': ['b'], 'test': ['c']}",))
+    assert recipe.data.paths["validation"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    (
+        ("data.micro_batch=2", "did you mean data.micro_batch_size"),
+        ("data.micro_batch_sise=2", "did you mean data.micro_batch_size"),
+        ("trainer.strategy.gradient_as_bucket_view=True", ""),  # stock NeMo swallows it
+        ("trainer.strategy.tensor_parallel=2", "tensor_model_parallel_size"),
+        ("modle.config.num_layers=8", "did you mean model.config.num_layers=...?"),
+        ("model.config.num_layers.x=8", "--dryrun prints"),
+        ("data.micro_batch_size=two", "value of that type"),
+        ("data.eod_mask_loss=maybe", "value of that type"),
+    ),
+)
+def test_wrong_overrides(word: str, hint: str, partials: dict[str, Any]) -> None:
+    recipe = copy.deepcopy(partials["qwen25_tiny"])
+    with pytest.raises(UserError) as error:
+        overrides.apply(recipe, (word,))
+    assert hint in error.value.do
+    assert execute._yaml(recipe) == execute._yaml(partials["qwen25_tiny"])
+
+
+def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
+    """As a user runs it: YAML on standard output, everything else on standard error, files written."""
+    import yaml
+
+    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_single", "--dryrun"]
+    done = subprocess.run([*command, "trainer.max_steps=150"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert config["trainer"]["max_steps"] == 150
+    assert config["model"]["config"]["num_layers"] == 12
+    assert "306,543,360 parameters" in done.stderr
+    run = tmp_path / "runs" / "qwen25_500m_single"
+    assert (run / "config.yaml").read_text() == done.stdout
+    keys = {row["key"] for row in json.loads((run / "env.json").read_text())}
+    assert "NCCL_NVLS_ENABLE" in keys
+    assert (run / "command.txt").read_text().rstrip().endswith("trainer.max_steps=150")
