@@ -49,9 +49,9 @@ def test_losses_are_the_recorded_ones(sample: Path, forked: Callable[..., Any]) 
 
 
 def test_it_learns(sample: Path, forked: Callable[..., Any]) -> None:
-    losses = _losses(forked(train, sample, *SHORT[:2], "trainer.max_steps=130"))
+    losses = _losses(forked(train, sample, *SHORT, "trainer.max_steps=200"))
     assert losses[0] == pytest.approx(math.log(4096), abs=0.15)
-    assert sum(losses[-5:]) / 5 < losses[0] - 2.0
+    assert sum(losses[-20:]) / 20 < losses[0] - 2.0
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(sample: Path, tmp_path: Path) -> None:
