@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import numpy
 import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
@@ -37,7 +41,8 @@ class PreparedDataModule(PreTrainingDataModule):
     Args:
         paths: a prepared folder (its tokenizer and splits are used), or NeMo's own
             `{"train": [...], "validation": [...], "test": [...]}` of .bin/.idx prefixes with weights.
-        tokenizer: needed only with a dict; a folder brings its own. Never falls back to GPT-2's.
+        tokenizer: needed only with a dict without domains; a folder brings its own. Never falls back to GPT-2's.
+        domains: name -> prepared folder, in the order of the train prefixes; each is validated by itself.
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
@@ -49,6 +54,7 @@ class PreparedDataModule(PreTrainingDataModule):
         paths: Union[dict[str, list[str]], str],
         seq_length: int = 2048,
         tokenizer: Optional[AutoTokenizer] = None,
+        domains: Optional[dict[str, str]] = None,
         micro_batch_size: int = 1,
         global_batch_size: int = 1,
         num_workers: int = 2,
@@ -61,12 +67,13 @@ class PreparedDataModule(PreTrainingDataModule):
         index_mapping_dir: Optional[str] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
-        self.manifest = None
         if not isinstance(paths, dict):
-            folder = Path(paths)
-            self.manifest = load_manifest(folder)
-            tokenizer = tokenizer or AutoTokenizer(str(folder / "tokenizer"), use_fast=True)
-            paths = {split: [str(folder / split)] for split in SPLITS}
+            domains = domains or {Path(paths).name: paths}
+            paths = {split: [str(Path(paths) / split)] for split in SPLITS}
+        self.domains = {name: load_manifest(Path(folder)) for name, folder in (domains or {}).items()}
+        self.folders = dict(domains or {})
+        if tokenizer is None and domains:
+            tokenizer = AutoTokenizer(str(Path(next(iter(domains.values()))) / "tokenizer"), use_fast=True)
         if tokenizer is None:
             raise UserError(
                 "no tokenizer for the training data",
@@ -94,17 +101,50 @@ class PreparedDataModule(PreTrainingDataModule):
         # Without TE, NeMo asks for a seq x seq mask per sample; SDPA is causal by itself.
         self.create_attention_mask = reset_attention_mask and not HAVE_TE
 
+    def build(
+        self,
+        trainer_max_steps: int,
+        trainer_val_check_interval: int,
+        trainer_limit_val_batches: Union[int, float],
+        trainer_limit_test_batches: Union[int, float],
+    ) -> None:
+        """Training samples for the run; validation is by domain (`validation_sets`), so Lightning's own gets one."""
+        super().build(trainer_max_steps, trainer_max_steps, 1, 1)
+
+    def validation_sets(self) -> dict[str, GPTDataset]:
+        """One pass over the validation split of each domain, in the same order every time."""
+        config = self.gpt_dataset_config
+        sets = {}
+        for name, folder in self.folders.items():
+            prefix = str(Path(folder) / "validation")
+            indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
+            documents = numpy.arange(len(indexed), dtype=numpy.int32)
+            sets[name] = BlendedMegatronDatasetBuilder.build_generic_dataset(
+                self.dataset_cls, lambda: True, True, indexed, prefix, documents, None, Split.valid, config
+            )
+        return sets
+
 
 class TokenCount:
-    """Tokens that carried loss in training since the process started (this data-parallel rank)."""
+    """Tokens that carried loss in training, in all and by domain (this data-parallel rank)."""
 
     def __init__(self) -> None:
         self.unmasked = 0
-        self.total = 0
+        self.by_domain: dict[int, int] = {}
 
-    def add(self, loss_mask: torch.Tensor) -> None:
-        self.unmasked += int(loss_mask.count_nonzero())
-        self.total += loss_mask.numel()
+    def add(self, batch: dict[str, torch.Tensor]) -> None:
+        """Count a micro batch: loss_mask float32[mbs, seq], and of a blend dataset_id int64[mbs]."""
+        per_sample = batch["loss_mask"].count_nonzero(dim=1).tolist()
+        self.unmasked += sum(per_sample)
+        domains = batch["dataset_id"].tolist() if "dataset_id" in batch else [0] * len(per_sample)
+        for domain, tokens in zip(domains, per_sample, strict=True):
+            self.by_domain[domain] = self.by_domain.get(domain, 0) + tokens
+
+    def state(self) -> dict[str, Any]:
+        return {"unmasked": self.unmasked, "by_domain": dict(self.by_domain)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.unmasked, self.by_domain = state["unmasked"], dict(state["by_domain"])
 
 
 TOKENS = TokenCount()
@@ -120,7 +160,7 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
     item = next(dataloader_iter)
     batch = item[0] if isinstance(item, tuple) else item
     if torch.is_grad_enabled() and batch.get("loss_mask") is not None:
-        TOKENS.add(batch["loss_mask"])
+        TOKENS.add(batch)
     out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
     out.setdefault("attention_mask", None)
     return out

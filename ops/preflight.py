@@ -257,11 +257,12 @@ def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
         )
         return
     # one more than is kept: a new checkpoint is whole before an old one goes
-    need, free = plan.checkpoint_bytes * (plan.keep_checkpoints + 1), shutil.disk_usage(parent).free
+    kept = plan.keep_checkpoints + bool(plan.keep_best)
+    need, free = plan.checkpoint_bytes * (kept + 1), shutil.disk_usage(parent).free
     if need > free:
         yield _error(
             "not enough disk for the checkpoints",
-            expected=f"{need / 2**30:.1f} GiB ({plan.keep_checkpoints} kept and one in the making)",
+            expected=f"{need / 2**30:.1f} GiB ({kept} kept and one in the making)",
             found=f"{free / 2**30:.1f} GiB free under {parent}",
-            do="free some space, or log.ckpt.save_top_k=1",
+            do="free some space, or log.ckpt.keep_last=1",
         )

@@ -41,11 +41,11 @@ def early(plan: Plan, words: tuple[str, ...]) -> Plan:
     """The plan as the overrides will leave it, as far as plain numbers tell (for preflight, before NeMo)."""
     for word in words:
         path, op, value = split(word)
-        old = plan.values().get(path)
-        if old is None or op != "=":
+        if path not in plan.values() or op != "=":
             continue
+        old = plan.values()[path]
         try:
-            plan = plan.replace(path, _read(value.strip("'\""), type(old)))
+            plan = plan.replace(path, _read(value.strip("'\""), str if old is None else type(old)))
         except ValueError:
             raise _wrong_type(word, type(old).__name__, value) from None
     return plan

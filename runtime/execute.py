@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
-from runtime import env, logs, rundir
+from runtime import env, logs, resume, rundir
 from runtime.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, UserError
 from runtime.rundir import RunDir
 from runtime.spec import RunSpec
@@ -60,8 +60,10 @@ def launch(spec: RunSpec) -> int:
         resolved = plan.as_resolved(partial)
         if resolved != plan and not _preflight(resolved, folder) and not spec.dryrun:
             return EXIT_PREFLIGHT
-        _attach(partial, folder, spec)
+        _attach(partial, folder)
         text = _yaml(partial)
+        if spec.resume:
+            text = _resume(partial, folder, text)
         folder.write(spec, text, settings, [sys.executable, *sys.argv])
         if spec.dryrun:
             log.info("dry run: wrote %s, trained nothing", folder.path)
@@ -94,14 +96,30 @@ def _preflight(plan: Plan, folder: RunDir) -> bool:
     return not any(finding.fatal for finding in findings)
 
 
-def _attach(partial: run.Partial, folder: RunDir, spec: RunSpec) -> None:
-    """Give the recipe the run directory's paths, and the checkpoint to resume from."""
+def _attach(partial: run.Partial, folder: RunDir) -> None:
+    """Give the recipe the run directory's paths."""
     partial.log.explicit_log_dir = str(folder.next_attempt / "nemo")
     partial.log.ckpt.dirpath = str(folder.checkpoints)
     partial.log.tensorboard.save_dir = str(folder.path)
-    if spec.resume:
-        partial.resume.resume_from_path = str(folder.whole_checkpoints()[-1])
-        log.info("resume: from %s, weights, optimizer state and data position", partial.resume.resume_from_path)
+
+
+def _resume(partial: run.Partial, folder: RunDir, text: str) -> str:
+    """Point the recipe at the newest whole checkpoint, if what changed since allows it.
+
+    Returns:
+        the resolved configuration with the checkpoint in it.
+    """
+    import yaml
+
+    for aside in folder.set_aside_unfinished():
+        log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
+    checkpoint = folder.whole_checkpoints()[-1]
+    before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
+    for line in resume.check(before, yaml.safe_load(text), checkpoint):
+        log.info("changed since the checkpoint: %s", line)
+    partial.resume.resume_from_path = str(checkpoint)
+    log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
+    return _yaml(partial)
 
 
 def _yaml(partial: run.Partial) -> str:

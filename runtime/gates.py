@@ -25,7 +25,7 @@ class TruthGates(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data = trainer.datamodule
         check_lengths(data.seq_length, pl_module.config.seq_length)
-        check_tokenizers(data.tokenizer, pl_module.tokenizer, getattr(data, "manifest", None))
+        check_tokenizers(data.tokenizer, pl_module.tokenizer, data.domains)
         check_special_ids(data.tokenizer, pl_module.config.vocab_size)
         check_tied(pl_module.config)
         samples = list(_probe(data._train_ds))
@@ -59,18 +59,19 @@ def check_lengths(data_seq_length: int, model_seq_length: int) -> None:
         )
 
 
-def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, manifest: Any) -> None:
-    """The tokenizer that made the .bin is the one the model is given."""
+def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, domains: dict[str, Any]) -> None:
+    """The tokenizer that made each domain's .bin (its manifest says which) is the one the model is given."""
     from data.tokenizer import fingerprint
 
     found = fingerprint(data_tokenizer.tokenizer)
-    if manifest is not None and manifest.tokenizer.fingerprint != found:
-        raise GateError(
-            "the corpus was made with another tokenizer",
-            expected=f"fingerprint {manifest.tokenizer.fingerprint[:16]} ({manifest.tokenizer.source})",
-            found=f"fingerprint {found[:16]} ({data_tokenizer.tokenizer.name_or_path})",
-            do="leave data.tokenizer unset (the corpus brings its own), or prepare the corpus again",
-        )
+    for name, manifest in domains.items():
+        if manifest.tokenizer.fingerprint != found:
+            raise GateError(
+                f"the corpus {name!r} was made with another tokenizer",
+                expected=f"fingerprint {manifest.tokenizer.fingerprint[:16]} ({manifest.tokenizer.source})",
+                found=f"fingerprint {found[:16]} ({data_tokenizer.tokenizer.name_or_path})",
+                do="leave data.tokenizer unset (the corpus brings its own), or prepare the corpus again",
+            )
     if model_tokenizer is not data_tokenizer and fingerprint(model_tokenizer.tokenizer) != found:
         raise GateError(
             "model and data have different tokenizers",

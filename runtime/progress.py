@@ -19,6 +19,20 @@ from runtime.rundir import RunDir
 log = logging.getLogger("launch")
 
 
+class Pause:
+    """Seconds spent in validation since the last log line: not part of a step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def take(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+
+PAUSE = Pause()
+
+
 class Progress(pl.Callback):
     """Loss, learning rate, step time, tokens/s and ETA, every `trainer.log_every_n_steps` steps.
 
@@ -32,17 +46,18 @@ class Progress(pl.Callback):
         self._bar: Any = None
         self._task: Any = None
 
-    def state_dict(self) -> dict[str, int]:
-        return {"unmasked": TOKENS.unmasked, "total": TOKENS.total}
+    def state_dict(self) -> dict[str, Any]:
+        return TOKENS.state()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        TOKENS.unmasked, TOKENS.total = state["unmasked"], state["total"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        TOKENS.load(state)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
             parameters = sum(p.numel() for p in pl_module.parameters())
             log.info("model: %s parameters on this rank (%.1fM)", f"{parameters:,}", parameters / 1e6)
             self._start_bar(trainer)
+        PAUSE.take()
         self._since = (trainer.global_step, time.perf_counter(), TOKENS.unmasked)
 
     def _start_bar(self, trainer: pl.Trainer) -> None:
@@ -79,7 +94,8 @@ class Progress(pl.Callback):
         then_step, then, then_tokens = self._since
         now, tokens = time.perf_counter(), TOKENS.unmasked
         self._since = (step, now, tokens)
-        seconds = (now - then) / max(1, step - then_step)
+        spent = now - then - PAUSE.take()
+        seconds = spent / max(1, step - then_step)
         data = trainer.datamodule
         replicas = data.global_batch_size // (data.micro_batch_size * _micro_batches())
         return {
@@ -89,7 +105,7 @@ class Progress(pl.Callback):
             "grad_norm": float(metrics["grad_norm"]) if "grad_norm" in metrics else None,
             "global_batch_size": data.global_batch_size,
             "step_seconds": seconds,
-            "tokens_per_second": replicas * (tokens - then_tokens) / (now - then),
+            "tokens_per_second": replicas * (tokens - then_tokens) / spent,
             "unmasked_tokens": replicas * tokens,
             "consumed_samples": step * data.global_batch_size,
             "time": time.time(),
@@ -114,13 +130,6 @@ class Progress(pl.Callback):
         append_metrics(row)
         if self._bar:
             self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:
-            loss = float(trainer.callback_metrics["val_loss"])
-            log.info("step %d/%d | validation loss %.4f", trainer.global_step, trainer.max_steps, loss)
-            append_metrics({"step": trainer.global_step, "val_loss": loss, "time": time.time()})
-        self._since = (trainer.global_step, time.perf_counter(), TOKENS.unmasked)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._bar:

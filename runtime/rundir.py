@@ -61,6 +61,24 @@ class RunDir:
         ]
         return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
 
+    def set_aside_unfinished(self) -> list[Path]:
+        """Rename checkpoints whose writing was cut off, so that they stand in nobody's way and nothing is lost.
+
+        Returns:
+            the new folders, checkpoints/unfinished-step-N-after-attempt-K.
+        """
+        whole, moved = set(self.whole_checkpoints()), []
+        for folder in sorted(self.checkpoints.glob("step-*")):
+            if not folder.is_dir() or folder in whole:
+                continue
+            target = folder.with_name(f"unfinished-{folder.name}-after-attempt-{len(self.attempts)}")
+            folder.rename(target)
+            _marker(folder).unlink(missing_ok=True)
+            moved.append(target)
+        for marker in self.checkpoints.glob(f"step-*{UNFINISHED}"):
+            marker.unlink()
+        return moved
+
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
         """Everything needed to know, and repeat, what was run."""
         self.path.mkdir(parents=True, exist_ok=True)

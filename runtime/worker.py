@@ -12,6 +12,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 
 from runtime import compat, cpu
 from runtime.interrupt import Interrupted, StopOnInterrupt
+from runtime.validation import DomainValidation
 
 
 def pretrain(
@@ -30,6 +31,7 @@ def pretrain(
         Interrupted: Ctrl-C ended the run after a whole step and a checkpoint.
     """
     compat.numpy_product()
+    trainer.callbacks.insert(0, DomainValidation.instead_of_lightnings(trainer))
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     with cpu.backend() if on_cpu else contextlib.nullcontext():
         folder = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)

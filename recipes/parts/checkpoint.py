@@ -11,22 +11,16 @@ from runtime.checkpoints import StepCheckpoint
 
 
 def log(plan: Plan) -> run.Config[nl.NeMoLogger]:
-    """Checkpoints every `save_every_n_steps` steps, the newest `keep_checkpoints` kept, optimizer state included.
+    """Checkpoints every `save_every_n_steps` steps, the newest `keep_checkpoints` kept (and the best of one domain).
 
     The stock recipe keeps ten by validation loss every 15 minutes (about 97 GB for 0.5B) and
     drops the optimizer state of the last one, so that a finished run could not be extended.
     """
     ckpt = run.Config(
         StepCheckpoint,
-        monitor="step",
-        mode="max",
-        save_top_k=plan.keep_checkpoints,
-        save_last=False,
+        keep_last=plan.keep_checkpoints,
+        keep_best=plan.keep_best,
         every_n_train_steps=plan.save_every_n_steps,
-        save_optim_on_train_end=True,
-        filename="step-{step}",
-        auto_insert_metric_name=False,
-        verbose=False,
     )
     return run.Config(
         nl.NeMoLogger,

@@ -68,7 +68,7 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
             "trainer.max_steps*=2",
             "data.paths=corpora/x y",
             "data.index_mapping_dir=/tmp/cache",
-            "log.ckpt.save_top_k=5",
+            "log.ckpt.keep_last=5",
             "data.eod_mask_loss=True",
             "model.config.init_method_std=0.05",  # annotated int upstream
         ),
@@ -76,7 +76,7 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
     assert lines[0] == "data.micro_batch_size: 4 -> 2"
     assert (recipe.data.micro_batch_size, recipe.optim.config.lr, recipe.trainer.max_steps) == (2, 0.001, 800)
     assert (recipe.data.paths, recipe.data.index_mapping_dir) == ("corpora/x y", "/tmp/cache")
-    assert (recipe.log.ckpt.save_top_k, recipe.data.eod_mask_loss) == (5, True)
+    assert (recipe.log.ckpt.keep_last, recipe.data.eod_mask_loss) == (5, True)
     assert recipe.model.config.init_method_std == 0.05
     overrides.apply(recipe, ("data.paths={'train': ['a'], 'validation': ['b'], 'test': ['c']}",))
     assert recipe.data.paths["validation"] == ["b"]

@@ -120,17 +120,17 @@ def test_tokenizer_gates(sample: Path, tmp_path: Path) -> None:
     from data.manifest import load_manifest
 
     own = AutoTokenizer(str(sample / "prose" / "tokenizer"), use_fast=True)
-    manifest = load_manifest(sample / "prose")
-    gates.check_tokenizers(own, own, manifest)
+    domains = {"prose": load_manifest(sample / "prose")}
+    gates.check_tokenizers(own, own, domains)
     gates.check_special_ids(own, 4096)
     with pytest.raises(GateError, match="larger than the model's vocabulary"):
         gates.check_special_ids(own, 4000)
     own.tokenizer.add_tokens(["<other>"])
     with pytest.raises(GateError, match="another tokenizer"):
-        gates.check_tokenizers(own, own, manifest)
+        gates.check_tokenizers(own, own, domains)
     other = AutoTokenizer(str(sample / "prose" / "tokenizer"), use_fast=True)
     with pytest.raises(GateError, match="different tokenizers"):
-        gates.check_tokenizers(other, own, manifest)
+        gates.check_tokenizers(other, own, domains)
 
 
 def test_no_silent_gpt2_tokenizer(sample: Path) -> None:

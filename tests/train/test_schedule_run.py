@@ -1,0 +1,110 @@
+"""The learning rate that Megatron's optimizer really steps with: in one run, after a resume, in a longer run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from recipes.schedules import WSD, RewarmCosine
+
+COSINE = {"kind": "rewarm_cosine", "warmup_steps": 3, "min_lr": 1e-4, "decay_end": 10}
+PEAK = 2e-3  # of qwen25_tiny
+
+
+class RecordLr(pl.Callback):
+    """Appends, per optimizer step, [s, lr of every parameter group at the moment of optimizer.step()]."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        optimizer = trainer.optimizers[0]
+        step = optimizer.mcore_optimizer.step
+
+        def recorded() -> Any:
+            row = [trainer.global_step, [group["lr"] for group in optimizer.param_groups]]
+            with Path("lr.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            return step()
+
+        optimizer.mcore_optimizer.step = recorded
+
+
+def _train(
+    sample: Path, schedule: dict[str, Any] | None, steps: int, resume: bool = False, decoupled: float | None = None
+) -> list[Any]:
+    """`steps` steps of the tiny recipe with `schedule` (None: NeMo's cosine); returns all rows of lr.jsonl."""
+    import nemo_run as run
+    from nemo.lightning.pytorch.optim import CosineAnnealingScheduler
+
+    from recipes import registry
+    from recipes.lr import StepSchedule
+    from runtime import execute
+    from runtime.spec import RunSpec
+
+    stock = {"warmup_steps": 3, "constant_steps": 0, "min_lr": 1e-4}
+    recipe = registry.resolve("qwen25_tiny")
+    build = recipe._build
+
+    def changed(plan: Any) -> Any:
+        partial = build(plan)
+        slot = run.Config(StepSchedule, **schedule) if schedule else run.Config(CosineAnnealingScheduler, **stock)
+        partial.optim.lr_scheduler = slot
+        partial.optim.config.decoupled_lr = decoupled
+        partial.trainer.callbacks.append(run.Config(RecordLr))
+        return partial
+
+    recipe._build = changed
+    words = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
+    words += (f"trainer.max_steps={steps}", "trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")
+    assert execute.launch(RunSpec(recipe="qwen25_tiny", name="run", resume=resume, overrides=words)) == 0
+    return [json.loads(line) for line in Path("lr.jsonl").read_text().splitlines()]
+
+
+def test_step_s_is_made_with_lr_of_s(sample: Path, forked: Callable[..., Any]) -> None:
+    """12 steps, then resumed to 16: every group, every step, to the last bit; trainer.max_steps has no say."""
+    schedule = RewarmCosine(max_lr=PEAK, warmup_steps=3, min_lr=1e-4, decay_end=10)
+    rows = forked(_train, sample, COSINE, 12)
+    assert [step for step, _ in rows] == list(range(12))
+    assert len(rows[0][1]) == 2  # with and without weight decay
+    rows = forked(_train, sample, COSINE, 16, True)
+    assert [step for step, _ in rows] == list(range(16))
+    assert [lrs for _, lrs in rows] == [[schedule.lr(step)] * 2 for step in range(16)]
+
+
+def test_fork_of_a_stable_phase(sample: Path, forked: Callable[..., Any]) -> None:
+    """Six stable steps, then annealing from step 6 on: the past as it was, the decay from its first step."""
+    stable = {"kind": "wsd", "warmup_steps": 2, "min_lr": 0.0}
+    forked(_train, sample, stable, 6)
+    rows = forked(_train, sample, {**stable, "max_lr": PEAK, "fork_step": 5, "decay_steps": 4}, 11, True)
+    plan = WSD(max_lr=PEAK, warmup_steps=2, fork_step=5, decay_steps=4)
+    expected = [WSD(max_lr=PEAK, warmup_steps=2).lr(s) if s < 6 else plan.lr(s) for s in range(11)]
+    assert [lrs for _, lrs in rows] == [[lr] * 2 for lr in expected]
+    assert rows[6][1][0] < PEAK  # the first step after the resume has this run's lr, not the checkpoint's
+
+
+def test_decoupled_lr_is_followed(sample: Path, forked: Callable[..., Any]) -> None:
+    """Megatron gives embeddings their own peak; stock NeMo drops it without a word."""
+    ours = forked(_train, sample, COSINE, 4, False, 4 * PEAK)
+    peaks = sorted({round(lr / RewarmCosine(**_parameters()).lr(3), 6) for lr in ours[3][1]})
+    assert peaks == [1.0, 4.0]
+
+
+def _parameters() -> dict[str, Any]:
+    return {"max_lr": PEAK, **{name: value for name, value in COSINE.items() if name != "kind"}}
+
+
+def test_stock_reshapes_and_ours_does_not(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
+    """NeMo's cosine: a resume with larger max_steps is at the minimum at once, a whole run of that length is not."""
+    for name in ("whole", "parts", "decoupled"):
+        (tmp_path / name).mkdir()
+    whole = [lrs[0] for _, lrs in forked(_train, sample, None, 14, cwd=tmp_path / "whole")]
+    first = [lrs[0] for _, lrs in forked(_train, sample, None, 8, cwd=tmp_path / "parts")]
+    parts = [lrs[0] for _, lrs in forked(_train, sample, None, 14, True, cwd=tmp_path / "parts")]
+    assert first[4:8] != pytest.approx(whole[4:8])  # trainer.max_steps shapes the past
+    assert parts[9:] == pytest.approx([1e-4] * 5)  # and the resumed run has no decay left
+    assert whole[9] > 5e-4
+    dropped = forked(_train, sample, None, 4, False, 4 * PEAK, cwd=tmp_path / "decoupled")
+    assert len(set(dropped[3][1])) == 1  # three groups, one lr: decoupled_lr has no effect
