@@ -16,6 +16,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
+from data.blend import chosen
 from data.manifest import SPLITS, load_manifest
 from runtime.errors import UserError
 
@@ -42,7 +43,9 @@ class PreparedDataModule(PreTrainingDataModule):
         paths: a prepared folder (its tokenizer and splits are used), or NeMo's own
             `{"train": [...], "validation": [...], "test": [...]}` of .bin/.idx prefixes with weights.
         tokenizer: needed only with a dict without domains; a folder brings its own. Never falls back to GPT-2's.
-        domains: name -> prepared folder, in the order of the train prefixes; each is validated by itself.
+        blend: instead of paths, a description as in data/blend.py, or the YAML file that holds one.
+        replay_share: instead of the blend's own; 0 trains on the new domains alone and still validates all.
+        domains: with a dict of paths, name -> prepared folder in the order of the train prefixes.
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
@@ -51,7 +54,9 @@ class PreparedDataModule(PreTrainingDataModule):
 
     def __init__(
         self,
-        paths: Union[dict[str, list[str]], str],
+        paths: Union[dict[str, list[str]], str, None] = None,
+        blend: Union[dict[str, Any], str, None] = None,
+        replay_share: Optional[float] = None,
         seq_length: int = 2048,
         tokenizer: Optional[AutoTokenizer] = None,
         domains: Optional[dict[str, str]] = None,
@@ -67,9 +72,20 @@ class PreparedDataModule(PreTrainingDataModule):
         index_mapping_dir: Optional[str] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
-        if not isinstance(paths, dict):
-            domains = domains or {Path(paths).name: paths}
+        if blend is not None:
+            trained, domains = chosen(blend, replay_share)
+            paths = trained.paths
+            self.trained = [domain.name for domain in trained.domains]
+        elif isinstance(paths, dict):
+            self.trained = list(domains or {})
+        elif paths is not None:
+            domains = {Path(paths).name: paths}
+            self.trained = list(domains)
             paths = {split: [str(Path(paths) / split)] for split in SPLITS}
+        if paths is None:
+            raise UserError(
+                "no training data", expected="data.paths or data.blend", found="neither", do="set data.paths"
+            )
         self.domains = {name: load_manifest(Path(folder)) for name, folder in (domains or {}).items()}
         self.folders = dict(domains or {})
         if tokenizer is None and domains:

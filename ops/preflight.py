@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import ctypes
 import ctypes.util
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from data.blend import chosen
 from data.indexed import check_prefix, read_index
 from data.manifest import FILE_NAME, SPLITS, load_manifest
 from recipes.plan import Plan
@@ -38,6 +40,7 @@ def check(plan: Plan, run: RunDir) -> list[Finding]:
         _numbers,
         _schedule,
         _corpus,
+        _base,
         _disk,
     ]
     return [finding for one in checks for finding in one(plan, run)]
@@ -161,9 +164,12 @@ def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    prefixes = _prefixes(plan.data)
+    if plan.blend is not None:
+        yield from _blend(plan)
+        return
+    prefixes = _prefixes(plan.data or "")
     if prefixes is None:
-        folder = Path(plan.data)
+        folder = Path(plan.data or "")
         if not (folder / FILE_NAME).is_file():
             yield _error(
                 f"no prepared corpus in {folder}",
@@ -186,6 +192,22 @@ def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
         for prefix in some:
             broken = [Finding(problem) for problem in check_prefix(prefix)]
             yield from broken or _samples(plan, split, prefix)
+
+
+def _blend(plan: Plan) -> Iterator[Finding]:
+    """Every domain is a prepared corpus of one tokenizer; shares and epochs make sense."""
+    assert plan.blend is not None
+    try:
+        trained, folders = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+    except ProjectError as problem:
+        yield Finding(problem)
+        return
+    for text in trained.warnings:
+        yield _warning(text, expected="4 epochs or fewer", found=text, do="fewer steps, another weight, or more text")
+    for folder in map(Path, folders.values()):
+        yield from _manifest(plan, folder)
+        for split in SPLITS:
+            yield from _samples(replace(plan, max_steps=1), split, folder / split)
 
 
 def _prefixes(paths: str) -> dict[str, list[Path]] | None:
@@ -241,6 +263,36 @@ def _samples(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
             found=f"{plan.max_steps * plan.tokens_per_step / tokens:.1f} epochs",
             do="fewer steps (trainer.max_steps), or more data",
         )
+
+
+def _base(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """The base model's shape and tokenizer, as far as a local folder tells without torch."""
+    if plan.base is None or run.whole_checkpoints():
+        return
+    config = Path(plan.base) / "config.json"
+    if not config.is_file():
+        if not Path(plan.base).is_dir() and plan.base.count("/") == 1 and plan.base[0] not in "./~":
+            return  # a hub id: looked up when it is imported
+        tiny = Path(plan.base).name == "qwen25-tiny"
+        yield _error(
+            f"no base model in {plan.base}",
+            expected="a Hugging Face folder with config.json and safetensors",
+            found="no such folder" if not Path(plan.base).exists() else "a folder without config.json",
+            do="make demo trains and exports it" if tiny else "resume.base=FOLDER or a hub id",
+        )
+        return
+    hf = json.loads(config.read_text())
+    names = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size"}
+    names |= {"num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads"}
+    names |= {"vocab_size": "vocab_size", "tied": "tie_word_embeddings"}
+    for ours, theirs in names.items():
+        if theirs in hf and hf[theirs] != getattr(plan.shape, ours):
+            yield _error(
+                f"the base model has another {ours}",
+                expected=f"{getattr(plan.shape, ours)} (the recipe's shape)",
+                found=f"{hf[theirs]} ({theirs} in {config})",
+                do="another base (resume.base=...), or the base's shape in recipes/",
+            )
 
 
 def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:

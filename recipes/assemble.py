@@ -22,6 +22,8 @@ def pretrain(plan: Plan) -> run.Partial:
     recipe.data = run.Config(
         PreparedDataModule,
         paths=plan.data,
+        blend=plan.blend,
+        replay_share=plan.replay_share,
         seq_length=plan.seq_length,
         micro_batch_size=plan.micro_batch_size,
         global_batch_size=plan.global_batch_size,
@@ -32,7 +34,7 @@ def pretrain(plan: Plan) -> run.Partial:
     recipe.trainer = trainer.megatron(plan, base=recipe.trainer)
     recipe.trainer.callbacks = callbacks.default()
     recipe.log = checkpoint.log(plan)
-    recipe.resume = checkpoint.resume()
+    recipe.resume = checkpoint.resume(plan)
     return recipe
 
 

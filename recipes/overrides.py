@@ -45,10 +45,17 @@ def early(plan: Plan, words: tuple[str, ...]) -> Plan:
             continue
         old = plan.values()[path]
         try:
-            plan = plan.replace(path, _read(value.strip("'\""), str if old is None else type(old)))
+            plan = plan.replace(path, _read(value.strip("'\""), _kind(path, old)))
         except ValueError:
-            raise _wrong_type(word, type(old).__name__, value) from None
+            raise _wrong_type(word, _kind(path, old).__name__, value) from None
     return plan
+
+
+def _kind(path: str, old: Any) -> type:
+    """The type of a plan number; optional ones are text, save the share."""
+    if path == "data.replay_share":
+        return float
+    return str if old is None or isinstance(old, dict) else type(old)
 
 
 def _read(text: str, kind: type) -> Any:

@@ -55,7 +55,9 @@ class Plan:
     shape: Shape
     accelerator: Literal["gpu", "cpu"]
     env: str
-    data: str = _at("data.paths")
+    data: str | None = _at("data.paths", default=None)
+    blend: dict[str, Any] | str | None = _at("data.blend", default=None)
+    replay_share: float | None = _at("data.replay_share", default=None)
     seq_length: int = _at("data.seq_length")
     micro_batch_size: int = _at("data.micro_batch_size")
     global_batch_size: int = _at("data.global_batch_size")
@@ -74,6 +76,7 @@ class Plan:
     tensor_parallel: int = _at("trainer.strategy.tensor_model_parallel_size", default=1)
     pipeline_parallel: int = _at("trainer.strategy.pipeline_model_parallel_size", default=1)
     context_parallel: int = _at("trainer.strategy.context_parallel_size", default=1)
+    base: str | None = _at("resume.base", default=None)
     model_seq_length: int = _at("model.config.seq_length", default=0)
 
     def __post_init__(self) -> None:
@@ -122,7 +125,7 @@ class Plan:
             for step in path.split("."):
                 owner = getattr(owner, step)
             if owner != value:
-                plan = plan.replace(path, owner if path != "data.paths" else str(owner))
+                plan = plan.replace(path, str(owner) if path == "data.paths" and owner is not None else owner)
         return plan
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from recipes import profiles
 from recipes.plan import Plan, Shape, recipe
 
 if TYPE_CHECKING:
@@ -66,6 +67,37 @@ def qwen25_tiny(plan: Plan) -> run.Partial:
 
 
 @recipe(
+    shape=TINY,
+    base="models/qwen25-tiny",
+    accelerator="cpu",
+    env="cpu",
+    blend={
+        "domains": [
+            {"name": "code", "folder": "corpora/sample/code", "role": "new"},
+            {"name": "prose", "folder": "corpora/sample/prose", "role": "replay"},
+        ],
+        "replay_share": 0.25,
+    },
+    seq_length=256,
+    micro_batch_size=4,
+    global_batch_size=4,
+    max_steps=200,
+    warmup_steps=10,
+    max_lr=1e-3,
+    min_lr=1e-4,
+    val_check_interval=40,
+    limit_val_batches=8,
+    log_every_n_steps=20,
+    save_every_n_steps=100,
+)
+def qwen25_tiny_cpt(plan: Plan) -> run.Partial:
+    """Continue the tiny model on code, with prose replayed, on the CPU."""
+    from recipes.assemble import on_cpu, pretrain
+
+    return on_cpu(pretrain(plan))
+
+
+@recipe(
     shape=REDUCED,
     accelerator="gpu",
     env="official",
@@ -111,3 +143,32 @@ def qwen25_500m(plan: Plan) -> run.Partial:
     from recipes.assemble import pretrain
 
     return pretrain(plan)
+
+
+@recipe(
+    shape=QWEN25_500M,
+    base="Qwen/Qwen2.5-0.5B",
+    accelerator="gpu",
+    env="official",
+    blend={
+        "domains": [
+            {"name": "new", "folder": "corpora/new", "role": "new"},
+            {"name": "replay", "folder": "corpora/replay", "role": "replay"},
+        ],
+        "replay_share": 0.1,
+    },
+    seq_length=2048,
+    micro_batch_size=2,
+    global_batch_size=128,
+    val_check_interval=100,
+    limit_val_batches=4,
+    log_every_n_steps=10,
+    save_every_n_steps=250,
+    keep_best="new",
+    **profiles.numbers("gentle", 2000),
+)
+def qwen25_500m_cpt(plan: Plan) -> run.Partial:
+    """Continue Qwen2.5-0.5B on your text, with replay: full model, one GPU, profile gentle."""
+    from recipes.assemble import pretrain
+
+    return profiles.with_profile(pretrain(plan), "gentle", plan.max_steps)

@@ -10,8 +10,10 @@ from runtime.errors import UserError
 
 RECIPES: dict[str, tuple[str, str]] = {
     "qwen25_tiny": ("recipes.qwen25:qwen25_tiny", "1.3M, tied, CPU, from scratch in about a minute"),
+    "qwen25_tiny_cpt": ("recipes.qwen25:qwen25_tiny_cpt", "the tiny model continued on code with 25% replay, CPU"),
     "qwen25_500m_single": ("recipes.qwen25:qwen25_500m_single", "306M, untied, one GPU, sequence 2048, batch 1 x 4"),
     "qwen25_500m": ("recipes.qwen25:qwen25_500m", "494M, tied (Qwen2.5-0.5B), one GPU"),
+    "qwen25_500m_cpt": ("recipes.qwen25:qwen25_500m_cpt", "Qwen2.5-0.5B continued on your text with replay, one GPU"),
 }
 
 

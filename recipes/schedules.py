@@ -110,7 +110,7 @@ class Schedule:
 
 
 def _cosine(high: float, low: float, step: int, length: int) -> float:
-    """Half a cosine: `high` at step 0, `low` at step `length`."""
+    """Half a cosine: `high` at step 0, `low` at step `length`; NeMo's order of operations, so equal to the bit."""
     return (high - low) * (0.5 * (1.0 + math.cos(math.pi * step / length))) + low
 
 
@@ -215,10 +215,8 @@ class WSD(Forked):
         self._need(self.decay_shape in ("linear", "1-sqrt"), "decay_shape", '"linear" or "1-sqrt"')
 
     def _after_warmup(self, step: int) -> float:
-        done = self._decayed(step)
-        return self.min_lr + (self.max_lr - self.min_lr) * (
-            1.0 - (done if self.decay_shape == "linear" else math.sqrt(done))
-        )
+        done = self._decayed(step) if self.decay_shape == "linear" else math.sqrt(self._decayed(step))
+        return self.max_lr * (1.0 - done) + self.min_lr * done
 
     def _borders(self) -> list[tuple[str, int]]:
         return [("stable", self.warmup_steps), *self._fork_borders()]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from data.blend import chosen
+from data.manifest import FILE_NAME
 from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("launch")
 EXECUTORS = ("direct",)
+IMPORTED = Path("models/imported")  # base models in NeMo form, one folder a fingerprint
 
 
 def launch(spec: RunSpec) -> int:
@@ -64,7 +69,12 @@ def launch(spec: RunSpec) -> int:
         text = _yaml(partial)
         if spec.resume:
             text = _resume(partial, folder, text)
+        elif partial.resume.base and not spec.dryrun:
+            text = _start_from_base(partial, folder)
         folder.write(spec, text, settings, [sys.executable, *sys.argv])
+        if resolved.blend is not None and not spec.dryrun:
+            _plan_blend(resolved, folder)
+        folder.data.write_text(json.dumps(_manifests(partial)) + "\n")
         if spec.dryrun:
             log.info("dry run: wrote %s, trained nothing", folder.path)
             stdout.write(text)
@@ -120,6 +130,46 @@ def _resume(partial: run.Partial, folder: RunDir, text: str) -> str:
     partial.resume.resume_from_path = str(checkpoint)
     log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
     return _yaml(partial)
+
+
+def _start_from_base(partial: run.Partial, folder: RunDir) -> str:
+    """Import the base model (once) and restore its weights, with a fresh optimizer.
+
+    Returns:
+        the resolved configuration with the imported checkpoint in it.
+    """
+    import nemo_run as run
+    from nemo import lightning as nl
+
+    from ops import convert
+
+    base = partial.resume.base
+    checkpoint = convert.ensure_imported(base, IMPORTED)
+    log.info("base: %s, imported as %s", base, checkpoint)
+    partial.resume.restore_config = run.Config(nl.RestoreConfig, path=str(checkpoint), load_optim_state=False)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    row = {"source": base, "checkpoint": str(checkpoint), "fingerprint": checkpoint.name}
+    folder.base.write_text(json.dumps(row, indent=1) + "\n")
+    return _yaml(partial)
+
+
+def _plan_blend(plan: Plan, folder: RunDir) -> None:
+    """Say what the blend comes to over the whole run, and keep it for the report."""
+    assert plan.blend is not None
+    trained, _ = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+    for line in trained.table():
+        log.info("blend: %s", line)
+    folder.blend.write_text(trained.to_json())
+
+
+def _manifests(partial: run.Partial) -> dict[str, object]:
+    """folder -> manifest.json of every prepared corpus the run reads."""
+    if partial.data.blend is not None:
+        folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
+    else:
+        folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
+    found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
+    return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
 
 
 def _yaml(partial: run.Partial) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from nemo.utils import AppState
 from nemo.utils.get_rank import is_global_rank_zero
 
+from data.tokenizer import fingerprint
 from runtime.errors import GateError
+from runtime.rundir import RunDir
+from runtime.validation import mean_loss, micro_batches
 
 log = logging.getLogger("launch")
 
@@ -32,7 +38,78 @@ class TruthGates(pl.Callback):
         check_ids(samples, pl_module.config.vocab_size)
         whole = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
         if is_global_rank_zero():
+            _write(data, pl_module, whole)
             log.info("gates: tokenizer, ids, embeddings and loss mask hold (%.2f%% of tokens carry loss)", 100 * whole)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        run = RunDir.of_nemo_logs(Path(AppState().log_dir))
+        if trainer.global_step == 0 and run.base.exists():
+            check_step0(trainer, json.loads(run.base.read_text())["source"], run)
+
+
+def _write(data: Any, pl_module: pl.LightningModule, mask_share: float) -> None:
+    """gates.json: what was seen on the objects that train (the passport compares it with the configuration)."""
+    config = pl_module.config
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    facts = {
+        "parameters": sum(p.numel() for p in pl_module.parameters()),
+        "tied": bool(config.share_embeddings_and_output_weights),
+        "model": {name: getattr(config, name) for name in names},
+        "vocab_size": config.vocab_size,
+        "tokenizer_fingerprint": fingerprint(data.tokenizer.tokenizer),
+        "manifest_fingerprints": {data.folders[name]: m.tokenizer.fingerprint for name, m in data.domains.items()},
+        "eod": data.tokenizer.eod,
+        "eod_in_loss": True,  # check_loss_mask has compared labels and mask with the .bin, end of document included
+        "loss_mask_share": mask_share,
+    }
+    RunDir.of_nemo_logs(Path(AppState().log_dir)).gates.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def check_step0(trainer: pl.Trainer, source: str, run: RunDir) -> None:
+    """The restored model has the HF model's loss on the same tokens: the first validation samples of a domain.
+
+    Bounds: 1e-5 nats in fp32, 1e-2 in bf16. Writes step0.json.
+
+    Raises:
+        GateError: the difference is larger (weights lost or mixed up on the way in).
+    """
+    data, model = trainer.datamodule, trainer.strategy.model
+    batches = micro_batches(data, next(iter(data.validation_sets().values())), 1)[:1]
+    model.eval()
+    ours = mean_loss(model, batches, data)
+    model.train()
+    fp32 = weight_dtype(model) == torch.float32
+    theirs = hf_loss(source, batches[0], torch.float32 if fp32 else torch.bfloat16)
+    bound = 1e-5 if fp32 else 1e-2
+    tokens = batches[0]["tokens"].numel()
+    row = {"megatron_loss": ours, "hf_loss": theirs, "tokens": tokens, "dtype": "float32" if fp32 else "bfloat16"}
+    if is_global_rank_zero():
+        run.step0.write_text(json.dumps({**row, "bound": bound}, indent=1) + "\n")
+        log.info("gates: step-0 loss %.6f, HF's on the same %d tokens %.6f (bound %g)", ours, tokens, theirs, bound)
+    if not abs(ours - theirs) <= bound:
+        raise GateError(
+            "the model does not start from its base",
+            expected=f"loss {theirs:.6f} (HF {source}), within {bound:g}",
+            found=f"loss {ours:.6f}",
+            do="python launch.py convert verify BASE CHECKPOINT (base.json has both paths)",
+        )
+
+
+def weight_dtype(model: Any) -> torch.dtype:
+    """The dtype of the weights that compute."""
+    return next(model.parameters()).dtype
+
+
+def hf_loss(source: str, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
+    """Mean cross-entropy (nats a token) of the HF model `source` on tokens, labels: int64[mbs, seq], in `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    device = torch.cuda.current_device()
+    model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype).to(device).eval()
+    with torch.no_grad():
+        logits = model(batch["tokens"].to(device)).logits.float().flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten())
+    return float(loss)
 
 
 def _probe(dataset: Any) -> Any:
@@ -61,8 +138,6 @@ def check_lengths(data_seq_length: int, model_seq_length: int) -> None:
 
 def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, domains: dict[str, Any]) -> None:
     """The tokenizer that made each domain's .bin (its manifest says which) is the one the model is given."""
-    from data.tokenizer import fingerprint
-
     found = fingerprint(data_tokenizer.tokenizer)
     for name, manifest in domains.items():
         if manifest.tokenizer.fingerprint != found:

@@ -107,6 +107,7 @@ class Progress(pl.Callback):
             "step_seconds": seconds,
             "tokens_per_second": replicas * (tokens - then_tokens) / spent,
             "unmasked_tokens": replicas * tokens,
+            "consumed_tokens": {data.trained[i]: replicas * n for i, n in sorted(TOKENS.by_domain.items())},
             "consumed_samples": step * data.global_batch_size,
             "time": time.time(),
         }

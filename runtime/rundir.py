@@ -1,6 +1,7 @@
 """runs/NAME: the one place that knows where a run keeps what.
 
-runs/NAME/config.yaml  env.json  command.txt  version.txt  metrics.jsonl  logs/attempt-N/  tb/  checkpoints/
+written before the run: config.yaml env.json command.txt version.txt data.json base.json blend.json
+during: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/; after: export.json report.html
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ class RunDir:
         self.env = self.path / "env.json"
         self.command = self.path / "command.txt"
         self.version = self.path / "version.txt"
+        self.data = self.path / "data.json"
+        self.base = self.path / "base.json"
+        self.gates = self.path / "gates.json"
+        self.step0 = self.path / "step0.json"
+        self.export = self.path / "export.json"
+        self.blend = self.path / "blend.json"
         self.metrics = self.path / "metrics.jsonl"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tb"

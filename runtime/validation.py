@@ -56,11 +56,13 @@ class DomainValidation(pl.Callback):
     def _validate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         start, data = time.perf_counter(), trainer.datamodule
         if not self._loaders:
-            self._loaders = {name: self._micro_batches(data, one) for name, one in data.validation_sets().items()}
+            self._loaders = {
+                name: micro_batches(data, one, self.batches) for name, one in data.validation_sets().items()
+            }
         self._last = trainer.global_step
         model = trainer.strategy.model
         model.eval()
-        losses = {name: _mean_loss(model, batches, data) for name, batches in self._loaders.items()}
+        losses = {name: mean_loss(model, batches, data) for name, batches in self._loaders.items()}
         model.train()
         rows = {name: _measures(loss, data.domains[name]) for name, loss in losses.items()}
         for checkpoint in (c for c in trainer.callbacks if isinstance(c, StepCheckpoint)):
@@ -68,15 +70,6 @@ class DomainValidation(pl.Callback):
         if trainer.is_global_zero:
             self._tell(trainer, rows)
         PAUSE.seconds += time.perf_counter() - start
-
-    def _micro_batches(self, data: Any, dataset: Any) -> list[dict[str, torch.Tensor]]:
-        """This rank's share of the first `batches` global batches, as micro batches kept in memory."""
-        rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        size = data.micro_batch_size * replicas
-        wanted = min(self.batches * data.global_batch_size, len(dataset)) // size * size or size
-        mine = [i % len(dataset) for i in range(wanted) if i // data.micro_batch_size % replicas == rank]
-        chunks = [mine[i : i + data.micro_batch_size] for i in range(0, len(mine), data.micro_batch_size)]
-        return [torch.utils.data.default_collate([dataset[i] for i in chunk]) for chunk in chunks]
 
     def _tell(self, trainer: pl.Trainer, rows: dict[str, dict[str, float]]) -> None:
         step, mean = trainer.global_step, sum(row["loss"] for row in rows.values()) / len(rows)
@@ -97,7 +90,17 @@ def _measures(loss: float, manifest: Any) -> dict[str, float]:
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
 
 
-def _mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], data: Any) -> float:
+def micro_batches(data: Any, dataset: Any, batches: int) -> list[dict[str, torch.Tensor]]:
+    """This rank's share of the first `batches` global batches of `dataset`, kept in memory as micro batches."""
+    rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    size = data.micro_batch_size * replicas
+    wanted = min(batches * data.global_batch_size, len(dataset)) // size * size or size
+    mine = [i % len(dataset) for i in range(wanted) if i // data.micro_batch_size % replicas == rank]
+    chunks = [mine[i : i + data.micro_batch_size] for i in range(0, len(mine), data.micro_batch_size)]
+    return [torch.utils.data.default_collate([dataset[i] for i in chunk]) for chunk in chunks]
+
+
+def mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], data: Any) -> float:
     """Mean loss a token over `batches`, over all ranks, through Megatron's own forward schedule."""
     with torch.no_grad():
         outputs = get_forward_backward_func()(

@@ -8,6 +8,7 @@ from nemo import lightning as nl
 
 from recipes.plan import Plan
 from runtime.checkpoints import StepCheckpoint
+from runtime.start import StartFrom
 
 
 def log(plan: Plan) -> run.Config[nl.NeMoLogger]:
@@ -30,6 +31,6 @@ def log(plan: Plan) -> run.Config[nl.NeMoLogger]:
     )
 
 
-def resume() -> run.Config[nl.AutoResume]:
-    """No guessing: `--resume` names the checkpoint (runtime/rundir.py), else the run starts fresh."""
-    return run.Config(nl.AutoResume, resume_if_exists=False)
+def resume(plan: Plan) -> run.Config[StartFrom]:
+    """From `plan.base`, or from scratch. No guessing: `--resume` names the checkpoint (runtime/execute.py)."""
+    return run.Config(StartFrom, base=plan.base)

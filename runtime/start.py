@@ -1,0 +1,20 @@
+"""Where a run's weights come from: nothing (from scratch), a base model, or its own last checkpoint."""
+
+# NeMo-Run reads the fields' types to parse overrides: no `from __future__ import annotations`, no `X | Y`
+
+from dataclasses import dataclass
+from typing import Optional
+
+from nemo import lightning as nl
+
+
+@dataclass(kw_only=True)
+class StartFrom(nl.AutoResume):
+    """NeMo's AutoResume, told instead of guessing.
+
+    Args:
+        base: an HF model (local folder or hub id) whose weights the run starts from, with a fresh optimizer.
+            The launcher imports it and sets `restore_config`; `--resume` sets `resume_from_path` instead.
+    """
+
+    base: Optional[str] = None
