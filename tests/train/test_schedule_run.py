@@ -108,3 +108,82 @@ def test_stock_reshapes_and_ours_does_not(sample: Path, forked: Callable[..., An
     assert whole[9] > 5e-4
     dropped = forked(_train, sample, None, 4, False, 4 * PEAK, cwd=tmp_path / "decoupled")
     assert len(set(dropped[3][1])) == 1  # three groups, one lr: decoupled_lr has no effect
+
+
+def test_written_read_and_overridden() -> None:
+    """As YAML in config.yaml, as words on the command line; a wrong name or type is refused as everywhere."""
+    import yaml
+
+    from recipes import overrides, profiles, registry
+    from runtime import execute
+    from runtime.errors import UserError
+
+    for name in profiles.PROFILES:
+        recipe = profiles.with_profile(registry.resolve("qwen25_tiny")(), name, 400)
+        slot = yaml.safe_load(execute._yaml(recipe))["optim"]["lr_scheduler"]
+        assert slot.pop("_target_") == "recipes.lr.StepSchedule" and slot == profiles.parameters(name, 400)
+        plan = registry.resolve("qwen25_tiny").plan.as_resolved(recipe)
+        found = {"max_steps": 400, "warmup_steps": plan.warmup_steps, "max_lr": plan.max_lr, "min_lr": plan.min_lr}
+        assert found == profiles.numbers(name, 400)
+    words = ("optim.lr_scheduler.max_lr=4e-5", "optim.lr_scheduler.fork_step=300", "optim.lr_scheduler.decay_steps=100")
+    lines = overrides.apply(recipe, words)
+    assert lines[0] == "optim.lr_scheduler.max_lr: None -> 4e-05"
+    overrides.apply(recipe, ("optim.lr_scheduler.decay_shape=linear",))
+    import fiddle
+
+    built = fiddle.build(recipe.optim.lr_scheduler).schedule(recipe.optim.config.lr)
+    expected = WSD(max_lr=4e-5, min_lr=5e-7, warmup_steps=4, decay_shape="linear")
+    assert built == expected.fork(300, 100)
+    for wrong in ("optim.lr_scheduler.fork=3", "optim.lr_scheduler.fork_step=soon", "optim.lr_scheduler.max_steps=9"):
+        with pytest.raises(UserError):
+            overrides.apply(recipe, (wrong,))
+
+
+def _walk(scheduler: Any, steps: int) -> list[list[float]]:
+    lrs = []
+    for _ in range(steps):
+        lrs.append([group["lr"] for group in scheduler.optimizer.param_groups])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return lrs
+
+
+def _adam(**group: Any) -> Any:
+    import torch
+
+    return torch.optim.Adam([{"params": [torch.nn.Parameter(torch.zeros(1))], **group}], lr=PEAK)
+
+
+def test_equals_nemos_cosine_of_the_same_length() -> None:
+    """So a recipe can change over to StepSchedule without another loss in the last bit."""
+    from nemo.core.optim.lr_scheduler import CosineAnnealing
+
+    from recipes.lr import ScheduleLR
+
+    stock = CosineAnnealing(_adam(), max_steps=40, warmup_steps=5, constant_steps=0, min_lr=1e-4)
+    ours = ScheduleLR(_adam(), RewarmCosine(max_lr=PEAK, min_lr=1e-4, warmup_steps=5, decay_end=40))
+    assert _walk(ours, 60) == _walk(stock, 60)
+
+
+def test_restore_takes_the_position_only(caplog: pytest.LogCaptureFixture) -> None:
+    from recipes.lr import ScheduleLR
+
+    stable = WSD(max_lr=PEAK, warmup_steps=3)
+    first = ScheduleLR(_adam(pre_lr_mult=0.5), stable)
+    assert _walk(first, 8)[3:] == [[PEAK / 2]] * 5
+    second = ScheduleLR(_adam(pre_lr_mult=0.5), stable.fork(8, 4))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert _walk(second, 6) == [[stable.fork(8, 4).lr(step) / 2] for step in range(8, 14)]
+    with caplog.at_level("INFO", logger="launch"):
+        ScheduleLR(_adam(), stable.fork(8, 4)).load_state_dict(first.state_dict())
+        assert "everything before it is the same" in caplog.text
+        ScheduleLR(_adam(), WSD(max_lr=PEAK / 2, warmup_steps=3)).load_state_dict(first.state_dict())
+        assert "already at step 0" in caplog.text and "step 8 would have been 0.002, and is 0.001" in caplog.text
+
+
+def test_decoupled_minimum_is_refused() -> None:
+    from recipes.lr import ScheduleLR
+    from runtime.errors import UserError
+
+    with pytest.raises(UserError, match="decoupled_min_lr"):
+        ScheduleLR(_adam(is_decoupled_lr=True, max_lr=PEAK, min_lr=1e-5), WSD(max_lr=PEAK))
