@@ -16,9 +16,27 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip check
 	touch $@
 
-demo: $(STAMP)
-	$(BIN)/python launch.py data sample
-	$(BIN)/python launch.py --recipe qwen25_tiny
+LAUNCH := $(BIN)/python launch.py
+REPORT := runs/demo-replay/report.html
+
+# base on prose -> Hugging Face -> continued on code with and without replay -> export, passport, report
+demo: $(REPORT)
+	@$(LAUNCH) generate models/demo-code "def __init__(self" 2>/dev/null
+	@echo "report:     $(REPORT)   (open it in a browser)"
+	@echo "model:      models/demo-code   (Hugging Face)"
+	@echo "checkpoint: $$(ls -d runs/demo-replay/checkpoints/step-* | tail -1)"
+	@echo "curve:      $(BIN)/tensorboard --logdir runs"
+
+$(REPORT): $(STAMP)
+	rm -rf runs/demo-base runs/demo-replay runs/demo-no-replay models/qwen25-tiny models/demo-code
+	$(LAUNCH) data sample
+	$(LAUNCH) --recipe qwen25_tiny --name demo-base
+	$(LAUNCH) convert export runs/demo-base models/qwen25-tiny
+	$(LAUNCH) --recipe qwen25_tiny_cpt --name demo-no-replay data.replay_share=0.0
+	$(LAUNCH) --recipe qwen25_tiny_cpt --name demo-replay
+	$(LAUNCH) convert export runs/demo-replay models/demo-code
+	$(LAUNCH) passport demo-replay
+	$(LAUNCH) report demo-replay --against demo-no-replay
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,4 +49,4 @@ test: check
 	$(BIN)/pytest --ignore=tests/unit
 
 clean:
-	rm -rf $(VENV) runs corpora
+	rm -rf $(VENV) runs corpora models

@@ -10,7 +10,9 @@ import typer
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
 data = typer.Typer(help="Prepare, inspect and sample training data.", rich_markup_mode=None, no_args_is_help=True)
+convert = typer.Typer(help="Hugging Face <-> NeMo, and the proof.", rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(data, name="data")
+app.add_typer(convert, name="convert")
 
 
 @app.callback()
@@ -112,6 +114,84 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
     from data.sample import build_sample
 
     build_sample(output)
+
+
+@convert.command(name="import")
+def import_(source: str, output: Path) -> None:
+    """A Qwen2/Qwen2.5 model (HF folder or hub id) as a NeMo checkpoint."""
+    from ops.convert import import_hf
+
+    _console()
+    print(import_hf(source, output))
+
+
+@convert.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="runs/NAME (its newest checkpoint) or a checkpoint folder.")],
+    output: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
+    like: Annotated[Optional[Path], typer.Option(help="Take config and tokenizer from this HF model.")] = None,
+) -> None:
+    """A checkpoint as a Hugging Face folder, compared with the checkpoint."""
+    from ops.export import export as write
+
+    _console()
+    raise typer.Exit(0 if write(source, output, like).ok else 1)
+
+
+@convert.command()
+def verify(
+    left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
+) -> None:
+    """Compare two models (HF or NeMo) parameter by parameter and logit by logit; exit 1 if they differ."""
+    from ops.convert_verify import verify as compare
+
+    _console()
+    raise typer.Exit(0 if compare(left, right, num_tokens=tokens).ok else 1)
+
+
+@app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    against: Annotated[Optional[list[str]], typer.Option(help="Another run to draw beside it.")] = None,
+) -> None:
+    """Write runs/NAME/report.html: what was learned, what was forgotten."""
+    from ops.report import report as write
+
+    print(write(Path(run).name, [Path(other).name for other in against or ()]))
+
+
+@app.command()
+def passport(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if an item failed or is unknown.")] = False,
+) -> None:
+    """Check a run against its own records, and write passport.json."""
+    from rich.console import Console
+
+    from ops.passport import passport as check
+
+    found = check(Path(run).name)
+    found.save()
+    Console().print(found.table())
+    raise typer.Exit(found.exit_code(strict))
+
+
+@app.command()
+def generate(
+    model: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
+    prompt: str,
+    tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 40,
+) -> None:
+    """Continue a prompt with an exported model, in plain transformers."""
+    from ops.export import generate as write
+
+    print(write(model, prompt, tokens))
+
+
+def _console() -> None:
+    from runtime import logs
+
+    logs.console()
 
 
 def _run(argv: list[str]) -> int:

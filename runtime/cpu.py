@@ -58,6 +58,7 @@ def _seed(original: Callable[[int], None], seed: int) -> None:
 
 
 def _swaps() -> list[tuple[Any, str, Any]]:
+    import nemo.collections.llm  # noqa: F401 - it compiles functions on import, which must not see swapped names
     from megatron.core.tensor_parallel import random as mcore_random
     from nemo.lightning import megatron_init
     from nemo.lightning.io import pl as nemo_io
