@@ -65,9 +65,11 @@ def newest(source: Path) -> Path:
 def generate(model: Path, prompt: str, tokens: int) -> str:
     """Greedy continuation by plain transformers, as any user of the export would get it."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    from data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(model))
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     ids = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():

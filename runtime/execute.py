@@ -76,6 +76,7 @@ def launch(spec: RunSpec) -> int:
             _plan_blend(resolved, folder)
         folder.data.write_text(json.dumps(_manifests(partial)) + "\n")
         if spec.dryrun:
+            _picture(partial, folder)
             log.info("dry run: wrote %s, trained nothing", folder.path)
             stdout.write(text)
             return 0
@@ -97,6 +98,18 @@ def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]
     )
     for s in settings:
         log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
+
+
+def _picture(partial: run.Partial, folder: RunDir) -> None:
+    """Draw the learning-rate curve of the whole run (also checks its parameters)."""
+    import fiddle as fdl
+
+    from recipes.curve import plot
+    from recipes.lr import StepSchedule
+
+    slot = fdl.build(partial.optim.lr_scheduler)
+    if isinstance(slot, StepSchedule):
+        plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
 
 
 def _preflight(plan: Plan, folder: RunDir) -> bool:

@@ -43,6 +43,7 @@ class Progress(pl.Callback):
 
     def __init__(self) -> None:
         self._since: tuple[int, float, int] = (0, 0.0, 0)
+        self._lr = 0.0
         self._bar: Any = None
         self._task: Any = None
 
@@ -78,6 +79,9 @@ class Progress(pl.Callback):
         self._task = self._bar.add_task("train", total=trainer.max_steps, completed=trainer.global_step, now="")
         self._bar.start()
 
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]  # at the end of the step it is the next one's
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
         if self._bar:
@@ -101,7 +105,7 @@ class Progress(pl.Callback):
         return {
             "step": step,
             "loss": loss,
-            "lr": trainer.optimizers[0].param_groups[0]["lr"],
+            "lr": self._lr,
             "grad_norm": float(metrics["grad_norm"]) if "grad_norm" in metrics else None,
             "global_batch_size": data.global_batch_size,
             "step_seconds": seconds,
