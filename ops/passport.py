@@ -111,7 +111,7 @@ def _model(files: RunFiles) -> Iterator[Item]:
     gates = files.records.get("gates.json", {})
     config = {key: files.at(f"model.config.{key}") for key in SHAPE}
     tied = files.at("model.config.share_embeddings_and_output_weights")
-    if not all(isinstance(v, int) for v in config.values()) or not isinstance(tied, bool):
+    if not all(isinstance(v, int) and v > 0 for v in config.values()) or not isinstance(tied, bool):
         yield Item("architecture", "unknown", "a whole model.config in config.yaml", "some of its numbers are missing")
         yield Item("tied embeddings", "unknown", "model.config in config.yaml", "not recorded")
         return
@@ -143,9 +143,8 @@ def _tokenizer(files: RunFiles) -> Item:
     """Model, gates and every corpus have one tokenizer."""
     gates = files.records.get("gates.json", {})
     name, model = "tokenizer", gates.get("tokenizer_fingerprint")
-    corpora = dict(gates.get("manifest_fingerprints") or {})
-    recorded = files.records.get("data.json", {})
-    checks = [(folder, fingerprint) for folder, fingerprint in corpora.items()]
+    corpora, recorded = gates.get("manifest_fingerprints"), files.records.get("data.json", {})
+    checks = list(corpora.items()) if isinstance(corpora, dict) else []
     checks += [(folder, at(manifest, "tokenizer.fingerprint")) for folder, manifest in recorded.items()]
     if not isinstance(model, str) or not checks:
         return Item(name, "unknown", "one fingerprint in model and corpora", "not recorded (gates.json, data.json)")

@@ -9,6 +9,7 @@ from ops.passport import Passport
 from ops.report_facts import Change, Replay, Speed, replay, replay_share, series, status
 from ops.report_html import Html, el, figure, section, table
 from ops.report_read import RunFiles, finite
+from ops.report_theme import DASH_NAMES
 
 CLASSES = {"learned": "learned", "forgotten": "forgotten", "not a number": "broken"}
 
@@ -108,7 +109,7 @@ def _facts(story: Story) -> Html:
         ("training loss", f"{losses[-1]:.3f}" if losses else "\u2014", f"from {losses[0]:.3f}" if losses else None),
         ("tokens trained", short(tokens[-1] if tokens else None), f"in {duration(speed.elapsed)}"),
         ("tokens a second", short(speed.tokens_per_second), "median"),
-        ("step time, median", short(p50, " s"), f"99th percentile {short(p99, ' s')}"),
+        ("step time, median", short(p50, " s"), f"p99 {short(p99, ' s')}"),
         ("peak memory", short(speed.memory, " GiB"), None),
         ("passport", f"{held} of {held + failed + unknown}", detail),
     ]
@@ -138,8 +139,9 @@ def domains(story: Story) -> Html:
 def _validation_caption(story: Story) -> str:
     if not story.against:
         return "One point a validation; differences in nats a token."
-    names = ", ".join(label(files, story) for files, _ in runs(story))
-    return f"One point a validation; the solid line is {label(story.files, story)}. Compared: {names}."
+    names = labels([files for files, _ in runs(story)])
+    lines = [f"{DASH_NAMES[i % len(DASH_NAMES)]}: {name}" for i, name in enumerate(names.values())]
+    return f"One point a validation; {', '.join(lines)}."
 
 
 def _domain_row(c: Change, largest: float) -> list[object]:
@@ -166,11 +168,6 @@ def _bar(share: float) -> Html:
 def runs(story: Story) -> list[tuple[RunFiles, list[Change]]]:
     """The run and those it is compared with."""
     return [(story.files, story.changes), *story.against]
-
-
-def label(files: RunFiles, story: Story) -> str:
-    """How a run is called in a comparison."""
-    return labels([f for f, _ in runs(story)])[files.run.path.as_posix()]
 
 
 def labels(several: list[RunFiles]) -> dict[str, str]:

@@ -43,9 +43,10 @@ thead th {{ color:var(--muted); font-size:13px; vertical-align:bottom }}
 th:first-child {{ text-align:left; padding-left:0; white-space:normal; overflow-wrap:anywhere; min-width:7em }}
 tbody th {{ font-weight:600 }}
 table.text td,table.text thead th {{ text-align:left; white-space:normal; overflow-wrap:anywhere }}
-figure + .wide {{ margin-top:14px }} table.text td {{ min-width:6em }} table.text th:first-child {{ min-width:10em }} td.strong {{ font-weight:650 }}
-.split td:first-of-type {{ width:200px }}
-.bar {{ position:relative; height:12px; width:180px; margin-top:6px; background:linear-gradient(var(--muted),
+figure + .wide {{ margin-top:14px }}
+table.text td {{ min-width:6em }} table.text th:first-child {{ min-width:10em }} td.strong {{ font-weight:650 }}
+.split td:first-of-type {{ width:138px }}
+.bar {{ position:relative; height:12px; width:120px; margin-top:6px; background:linear-gradient(var(--muted),
  var(--muted)) center/1px 100% no-repeat }}
 .bar i {{ position:absolute; top:0; height:100%; border-radius:2px }}
 .bar .l {{ right:50%; background:var(--bar-good) }} .bar .f {{ left:50%; background:var(--bar-bad) }}

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 INK, MUTED, RULE = "#1c2128", "#6b7381", "#dfe3e9"
 VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)"}
 LEARNED, FORGOTTEN = "#2a9d6f", "#d1495b"
-PALETTE = ("#3b82c4", "#e08e2b", "#8b6cc9", "#1fa2a6", "#c9609f", "#8a9a3b", "#7a8793", "#b0683a")
+PALETTE = ("#3b82c4", "#d9811f", "#8b6cc9", "#1fa2a6", "#c9609f", "#8a9a3b", "#7a8793", "#b0683a")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1, 2)))
+DASH_NAMES = ("solid", "dashed", "dotted", "dash-dotted")
 
 STYLE: Any = {
     "svg.fonttype": "none",
@@ -135,4 +136,4 @@ def to_svg(figure: Figure, name: str) -> str:
 
 def to_png(figure: Figure, path: Path) -> None:
     """The same figure on white, for slides and messages."""
-    figure.savefig(path, dpi=160, facecolor="white")
+    figure.savefig(path, dpi=144, facecolor="white")

@@ -62,4 +62,4 @@ def _state(files: RunFiles) -> Iterator[str]:
         yield f"Trained in {len(files.run.attempts)} attempts; steps that were repeated count once, as last trained."
     if "+changes" in files.version:
         yield "The code had changes that were not committed: this run cannot be repeated from its commit."
-    yield from (f"{note[0].upper()}{note[1:]}." for note in files.notes)
+    yield from (f"{note}." for note in files.notes)

@@ -248,7 +248,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
     run.path.mkdir()
     text = Text(report(run).read_text()).text
     assert "No validation is recorded yet" in text
-    assert "Metrics.jsonl is not there" in text and "Config.yaml is not there" in text
+    assert "metrics.jsonl is not there" in text and "config.yaml is not there" in text
     assert not list((run.path / "report").iterdir())
 
 
@@ -265,7 +265,7 @@ def test_a_crashed_run(tmp_path: Path) -> None:
     row = json.loads(lines[50])
     assert f"Training loss is not a finite number at step {row['step']}" in text
     assert f"The loss spikes at step {json.loads(lines[20])['step']}" in text
-    assert "line 61 is cut off" in text and "Gates.json is not whole JSON" in text
+    assert "line 61 is cut off" in text and "gates.json is not whole JSON" in text
     assert "unfinished, step" in text and "not exported yet" in text
 
 
