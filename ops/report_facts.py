@@ -112,6 +112,13 @@ def _change(domain: str, role: str, points: list[tuple[int, dict[str, Any]]]) ->
     return Change(domain, role, base, first, float(end["loss"]), last, perplexity, bits, curve)
 
 
+def zero(files: RunFiles, changed: list[Change]) -> str:
+    """What the zero line of the validation curves is."""
+    if any(c.base_step for c in changed):
+        return "first validation"
+    return "base" if files.continued else "untrained model"
+
+
 def blend_domains(files: RunFiles) -> list[dict[str, Any]]:
     """The entries of blend.json."""
     domains = files.records.get("blend.json", {}).get("domains")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.report_facts import Change, Replay, series, smooth
+from ops.report_facts import Change, Replay, series, smooth, zero
 from ops.report_read import RunFiles
 from ops.report_theme import (
     DASHES,
@@ -31,7 +31,7 @@ Compared = list[tuple[str, list[Change]]]  # (label of the run, its changes)
 def draw(files: RunFiles, compared: Compared, blend: list[Replay]) -> dict[str, Figure]:
     """Every figure for which there is data, by name."""
     drawn = {
-        "validation": validation(compared),
+        "validation": validation(compared, zero(files, [c for _, some in compared for c in some])),
         "loss": loss(files),
         "lr": column(files, "lr", "learning rate"),
         "grad_norm": column(files, "grad_norm", "gradient norm"),
@@ -42,8 +42,8 @@ def draw(files: RunFiles, compared: Compared, blend: list[Replay]) -> dict[str, 
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
-def validation(compared: Compared) -> Figure | None:
-    """Per-domain validation of one or more runs relative to step 0, above zero forgotten, below learned."""
+def validation(compared: Compared, origin: str) -> Figure | None:
+    """Per-domain validation of one or more runs relative to `origin`, above zero forgotten, below learned."""
     domains = list(dict.fromkeys(c.domain for _, changes in compared for c in changes if len(c.curve) > 1))
     if not domains:
         return None
@@ -59,14 +59,14 @@ def validation(compared: Compared) -> Figure | None:
             axes.plot(steps, deltas, color=colour, linestyle=DASHES[index % len(DASHES)], marker=few, markersize=3.2)
             text = f"{c.domain} {signed_tick(deltas[-1], 2)}" + (f" · {label}" if len(compared) > 1 else "")
             ends.append((deltas[-1], text, colour))
-    _sides(axes, base=all(c.base_step == 0 for _, changes in compared for c in changes))
+    _sides(axes, origin)
     axes.set_xlabel("step")
     thousands(axes.xaxis)
     label_ends(axes, ends)
     return figure
 
 
-def _sides(axes: Axes, base: bool) -> None:
+def _sides(axes: Axes, origin: str) -> None:
     """The zero line and what its two sides mean."""
     low, high = axes.get_ylim()
     room = 0.08 * (high - low)
@@ -79,9 +79,9 @@ def _sides(axes: Axes, base: bool) -> None:
     inside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontweight": "bold"}
     axes.text(0.012, high - room / 3, "forgotten \u2191", color=FORGOTTEN, va="top", **inside)
     axes.text(0.012, low + room / 3, "learned \u2193", color=LEARNED, va="bottom", **inside)
-    name = "base" if base else "start"
+    name = origin if origin == "base" else "start"
     axes.yaxis.set_major_formatter(lambda value, _: signed_tick(value) if abs(value) > 1e-9 else name)
-    axes.set_ylabel("nats a token, relative to " + ("the base" if base else "the first validation"))
+    axes.set_ylabel(f"nats a token, relative to the {origin}")
 
 
 def loss(files: RunFiles) -> Figure | None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ops.passport import Passport
-from ops.report_facts import Change, Replay, Speed, replay, replay_share, series, status
+from ops.report_facts import Change, Replay, Speed, replay, replay_share, series, status, zero
 from ops.report_html import Html, el, figure, section, table
 from ops.report_read import RunFiles, finite
 from ops.report_theme import DASH_NAMES
@@ -125,13 +125,16 @@ def domains(story: Story) -> Html:
         return Html("")
     largest = max((abs(c.delta) for c in story.changes if math.isfinite(c.delta)), default=0.0) or 1.0
     rows = [_domain_row(c, largest) for c in story.changes]
-    head = ["domain", "", "difference", "%", "base", "now", "perplexity, base", "now", "bits a byte, base", "now"]
-    zero = "the base model" if all(c.base_step == 0 for c in story.changes) else "the first validation"
+    origin = {"base": "the base model", "untrained model": "the untrained model"}.get(
+        zero(story.files, story.changes), "the first validation"
+    )
+    then = "base" if origin == "the base model" else "start"
+    head = ["domain", "", "difference", "%", then, "now", f"perplexity, {then}", "now", f"bits a byte, {then}", "now"]
     return section(
         "What was learned, what was forgotten",
         figure(story.svg.get("validation"), _validation_caption(story)),
         table(head, rows, class_="split"),
-        about=f"Validation loss of each domain minus that of {zero}. Below zero the model predicts the domain better "
+        about=f"Validation loss of each domain minus that of {origin}. Below zero the model predicts the domain better "
         "than before, above zero it has lost some of what it knew.",
     )
 

@@ -52,7 +52,7 @@ table.text td {{ min-width:6em }} table.text th:first-child {{ min-width:10em }}
 .bar .l {{ right:50%; background:var(--bar-good) }} .bar .f {{ left:50%; background:var(--bar-bad) }}
 figure {{ margin:14px 0 0 }} figcaption {{ color:var(--muted); font-size:14px; margin-top:4px }}
 figure svg {{ display:block; width:100%; min-width:520px; height:auto; overflow:visible }}
-.pair figure svg {{ min-width:0 }}
+.pair figure {{ max-width:540px }} .pair figure svg {{ min-width:0 }}
 figure svg text {{ font-family:inherit !important }}
 .pair {{ display:grid; grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr)); gap:8px 36px }}
 .state {{ display:inline-block; padding:0 9px; border-radius:9px; font-size:13px; line-height:20px; font-weight:600;
@@ -64,8 +64,11 @@ pre {{ background:var(--soft); border-radius:8px; padding:12px 14px; white-space
  margin:8px 0 }}
 footer {{ margin-top:60px; color:var(--muted); font-size:13px }}
 @media (max-width:600px) {{ main {{ padding:26px 16px 50px }} h1 {{ font-size:27px }} section {{ margin-top:38px }} }}
+@media print,(max-width:960px) {{ .split td:first-of-type,.split thead th:nth-child(2) {{ display:none }} }}
 @media print {{ :root {{ --ink:#000; --muted:#555; --rule:#ccc; --paper:#fff; --soft:#f4f4f4 }}
  * {{ print-color-adjust:exact; -webkit-print-color-adjust:exact }} main {{ max-width:none; padding:0 }}
  body {{ font-size:11pt }} figure,.card,tr,.warnings {{ break-inside:avoid }} h2,h3 {{ break-after:avoid }}
- section {{ margin-top:26px }} .wide {{ overflow:visible }} figure svg {{ min-width:0 }} }}
+ section {{ margin-top:26px }} .wide {{ overflow:visible }}
+ table {{ font-size:9pt }} th,td {{ padding-left:10px }}
+ .pair {{ grid-template-columns:1fr 1fr }} figure svg {{ min-width:0 }} }}
 """
