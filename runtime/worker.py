@@ -30,7 +30,7 @@ def pretrain(
     Raises:
         Interrupted: Ctrl-C ended the run after a whole step and a checkpoint.
     """
-    compat.numpy_product()
+    compat.apply()
     trainer.callbacks.insert(0, DomainValidation.instead_of_lightnings(trainer))
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     with cpu.backend() if on_cpu else contextlib.nullcontext():

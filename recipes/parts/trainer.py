@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fiddle as fdl
 import nemo_run as run
 from nemo import lightning as nl
 
 from recipes.plan import Plan
+from runtime.strategy import Strategy
 
 # Names the stock recipe passes that MegatronStrategy does not have: **kwargs swallows them without effect.
 _SWALLOWED = ("gradient_as_bucket_view", "ckpt_include_optimizer")
@@ -15,6 +17,7 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
     """The stock trainer with the plan's numbers; progress and logging are our own callbacks."""
     for name in _SWALLOWED:
         delattr(base.strategy, name)
+    fdl.update_callable(base.strategy, Strategy)
     strategy = base.strategy
     strategy.tensor_model_parallel_size = plan.tensor_parallel
     strategy.pipeline_model_parallel_size = plan.pipeline_parallel

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
+
+from tests.train.conftest import SHORT, train
 
 
 def _shard_size() -> int:
-    import torch
     from megatron.core.dist_checkpointing.exchange_utils import _shard_size
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -26,3 +31,52 @@ def _shard_size() -> int:
 
 def test_megatron_asks_numpy_2_for_product(forked: Callable[..., Any]) -> None:
     assert forked(_shard_size) == 3 * 4 * 4
+
+
+def _metadata_written(compatible: bool) -> list[bool]:
+    """Does `.metadata` keep mcore_data when torch writes a copy of it (as torch 2.11 does)?"""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from runtime import compat
+
+    written = filesystem.FileSystemWriter.finish
+    filesystem.FileSystemWriter.finish = lambda self, m, r: written(self, dataclasses.replace(m, version="2.11"), r)
+    if compatible:
+        compat.keep_mcore_data()
+        compat.keep_mcore_data()
+    found = []
+    for name in ("a", "b"):
+        Path(name).mkdir()
+        metadata = Metadata(state_dict_metadata={})
+        metadata.mcore_data = {"weight": {}}
+        FileSystemWriterAsync(name).finish(metadata, [])
+        found.append(hasattr(pickle.loads((Path(name) / ".metadata").read_bytes()), "mcore_data"))
+    return found
+
+
+def test_checkpoint_metadata_keeps_megatrons_data(forked: Callable[..., Any], tmp_path: Path) -> None:
+    for compatible in (False, True):
+        (tmp_path / str(compatible)).mkdir()
+        assert forked(_metadata_written, compatible, cwd=tmp_path / str(compatible)) == [compatible, compatible]
+
+
+def _resume_with_extra_state(sample: Path, ours: bool) -> int:
+    """Resume where the norms have an `_extra_state`, as Transformer Engine's have, and the checkpoint has none."""
+    from nemo import lightning as nl
+
+    from runtime.strategy import Strategy
+
+    torch.nn.RMSNorm.get_extra_state = lambda self: torch.empty(0, dtype=torch.uint8)
+    torch.nn.RMSNorm.set_extra_state = lambda self, state: None
+    if not ours:
+        Strategy.load_checkpoint = nl.MegatronStrategy.load_checkpoint
+    return int(train(sample, *SHORT, "trainer.max_steps=4", resume=True)[-1]["step"])
+
+
+def test_a_checkpoint_without_te_restores_with_te(sample: Path, forked: Callable[..., Any]) -> None:
+    forked(train, sample, *SHORT, "trainer.max_steps=2")
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        forked(_resume_with_extra_state, sample, False)
+    assert forked(_resume_with_extra_state, sample, True) == 4
