@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -50,23 +51,33 @@ def _megatron(model: NeMoCheckpoint, ids: torch.Tensor, precision: torch.dtype) 
 
 
 def _build(model: NeMoCheckpoint, length: int) -> torch.nn.Module:
-    """Megatron's GPTModel as NeMo builds it, on Megatron's local layers: attention written out, no TE."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
+    """Megatron's GPTModel as NeMo builds it, all of it Megatron's local modules: TE's do not run on a CPU."""
     config = nemo_config(model.arch, length, torch.float32)
-    config.transformer_layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    config.transformer_layer_spec = _local_block
     config.use_cpu_initialization, config.perform_initialization = True, False
     config.masked_softmax_fusion = config.gradient_accumulation_fusion = False
     return config.configure_model(None, pre_process=True, post_process=True).eval()  # type: ignore[no-any-return]
 
 
+def _local_block(config: Any) -> Any:
+    """Local layers and, unlike Megatron's choice for local layers where TE is installed, a local final norm."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=WrappedTorchNorm)
+
+
 def _load(gpt: torch.nn.Module, model: NeMoCheckpoint) -> None:
-    """Through Megatron's own loader, as training restores."""
+    """Through Megatron's own loader, as training restores; FP8 states are left out."""
     from megatron.core import dist_checkpointing
 
-    loaded = dist_checkpointing.load(gpt.sharded_state_dict(prefix=PREFIX), str(model.weights))
-    state = {name.removeprefix(PREFIX): value for name, value in loaded.items() if name.startswith(PREFIX)}
-    gpt.load_state_dict(state)
+    wanted = {k: v for k, v in gpt.sharded_state_dict(prefix=PREFIX).items() if "_extra_state" not in k}
+    loaded = dist_checkpointing.load(wanted, str(model.weights))
+    state = {name.removeprefix(PREFIX): value for name, value in loaded.items() if name in wanted}
+    missing, unknown = gpt.load_state_dict(state, strict=False)
+    assert not unknown and all("_extra_state" in name for name in missing), (missing, unknown)
 
 
 def _round(model: torch.nn.Module, precision: torch.dtype) -> None:

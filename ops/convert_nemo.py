@@ -23,8 +23,9 @@ from runtime.errors import UserError
 from runtime.rundir import UNFINISHED
 
 PREFIX, HF = "module.", "hf"
-# Modules of a layer that TE gives an FP8 state; its loader wants the key even where there is none.
-_STATEFUL = (
+# Modules that TE gives an FP8 state; Megatron's loader wants its key on a GPU even where there is no such state.
+_FINAL_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
+_STATEFUL = (  # in every layer
     "self_attention.linear_qkv",
     "self_attention.core_attention",
     "self_attention.linear_proj",
@@ -164,6 +165,7 @@ def write_weights(folder: Path, num_layers: int, tensors: Iterator[tuple[str, to
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {PREFIX + name: tensor for name, tensor in tensors}
+    state[PREFIX + _FINAL_STATE] = [None]
     for module in _STATEFUL:
         for layer in range(num_layers):
             state[f"{PREFIX}decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"] = [None]
