@@ -157,7 +157,7 @@ def report(
     """Write runs/NAME/report.html: what was learned, what was forgotten."""
     from ops.report import report as write
 
-    print(write(Path(run).name, [Path(other).name for other in against or ()]))
+    print(write(run, against or ()))
 
 
 @app.command()
@@ -170,7 +170,7 @@ def passport(
 
     from ops.passport import passport as check
 
-    found = check(Path(run).name)
+    found = check(run)
     found.save()
     Console().print(found.table())
     raise typer.Exit(found.exit_code(strict))

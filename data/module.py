@@ -72,6 +72,13 @@ class PreparedDataModule(PreTrainingDataModule):
         index_mapping_dir: Optional[str] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
+        if blend is not None and paths is not None:
+            raise UserError(
+                "two descriptions of the training data",
+                expected="data.paths or data.blend",
+                found=f"data.paths={paths!r} and data.blend",
+                do="data.blend=None data.paths=FOLDER, or leave data.paths out",
+            )
         if blend is not None:
             trained, domains = chosen(blend, replay_share)
             paths = trained.paths

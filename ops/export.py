@@ -69,6 +69,13 @@ def generate(model: Path, prompt: str, tokens: int) -> str:
 
     from data.tokenizer import load_tokenizer
 
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"no model in {model}",
+            expected="a Hugging Face folder with config.json",
+            found="no such folder" if not model.exists() else "a folder without config.json",
+            do="python launch.py convert export runs/NAME FOLDER",
+        )
     tokenizer = load_tokenizer(str(model))
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     ids = tokenizer(prompt, return_tensors="pt")

@@ -165,6 +165,13 @@ def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if plan.blend is not None:
+        if plan.data is not None:
+            yield _error(
+                "two descriptions of the training data",
+                expected="data.paths or data.blend",
+                found=f"data.paths={plan.data} and data.blend",
+                do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/05-schedules.md)",
+            )
         yield from _blend(plan)
         return
     prefixes = _prefixes(plan.data or "")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("launch")
 EXECUTORS = ("direct",)
-IMPORTED = Path("models/imported")  # base models in NeMo form, one folder a fingerprint
 
 
 def launch(spec: RunSpec) -> int:
@@ -70,7 +69,7 @@ def launch(spec: RunSpec) -> int:
         if spec.resume:
             text = _resume(partial, folder, text)
         elif partial.resume.base and not spec.dryrun:
-            text = _start_from_base(partial, folder)
+            text = _start(partial, folder, resolved)
         folder.write(spec, text, settings, [sys.executable, *sys.argv])
         if resolved.blend is not None and not spec.dryrun:
             _plan_blend(resolved, folder)
@@ -145,24 +144,11 @@ def _resume(partial: run.Partial, folder: RunDir, text: str) -> str:
     return _yaml(partial)
 
 
-def _start_from_base(partial: run.Partial, folder: RunDir) -> str:
-    """Import the base model (once) and restore its weights, with a fresh optimizer.
+def _start(partial: run.Partial, folder: RunDir, plan: Plan) -> str:
+    """Start from the recipe's base model; returns the resolved configuration with the imported checkpoint in it."""
+    from runtime.base import start_from_base
 
-    Returns:
-        the resolved configuration with the imported checkpoint in it.
-    """
-    import nemo_run as run
-    from nemo import lightning as nl
-
-    from ops import convert
-
-    base = partial.resume.base
-    checkpoint = convert.ensure_imported(base, IMPORTED)
-    log.info("base: %s, imported as %s", base, checkpoint)
-    partial.resume.restore_config = run.Config(nl.RestoreConfig, path=str(checkpoint), load_optim_state=False)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    row = {"source": base, "checkpoint": str(checkpoint), "fingerprint": checkpoint.name}
-    folder.base.write_text(json.dumps(row, indent=1) + "\n")
+    start_from_base(partial, folder, plan)
     return _yaml(partial)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import sys
@@ -33,6 +34,8 @@ def _child(send: Any, function: Callable[..., Any], args: tuple[Any, ...], cwd: 
         traceback.print_exc()
         send.send((None, error if _picklable(error) else RuntimeError(f"{type(error).__name__}: {error}")))
     sys.stdout.flush()
+    for writer in multiprocessing.active_children():  # NeMo's checkpoint writers outlive the run
+        writer.terminate()
     os._exit(0)
 
 
@@ -45,26 +48,28 @@ def _picklable(error: BaseException) -> bool:
         return False
 
 
-@pytest.fixture
-def forked(tmp_path: Path) -> Callable[..., Any]:
-    """`forked(function, *args)`: call it in a fork of this process, in a fresh folder; return or raise what it does.
+def call_in_fork(function: Callable[..., Any], *args: Any, cwd: Path, **kwargs: Any) -> Any:
+    """Call it in a fork of this process, in folder `cwd`; return or raise what it does.
 
     Megatron and NeMo keep global state, so each run needs a process; the fork has them imported already.
     """
-
-    def call(function: Callable[..., Any], *args: Any, cwd: Path = tmp_path) -> Any:
-        receive, send = multiprocessing.Pipe(duplex=False)
-        child = multiprocessing.get_context("fork").Process(target=_child, args=(send, function, args, cwd))
-        child.start()
-        send.close()
-        try:
-            result, error = receive.recv()
-        except EOFError:
-            child.join()
-            raise RuntimeError(f"the forked run died with exit code {child.exitcode}") from None
+    receive, send = multiprocessing.Pipe(duplex=False)
+    target = functools.partial(function, **kwargs)
+    child = multiprocessing.get_context("fork").Process(target=_child, args=(send, target, args, cwd))
+    child.start()
+    send.close()
+    try:
+        result, error = receive.recv()
+    except EOFError:
         child.join()
-        if error is not None:
-            raise error
-        return result
+        raise RuntimeError(f"the forked run died with exit code {child.exitcode}") from None
+    child.join()
+    if error is not None:
+        raise error
+    return result
 
-    return call
+
+@pytest.fixture
+def forked(tmp_path: Path) -> Callable[..., Any]:
+    """`forked(function, *args)`: `call_in_fork` in a fresh folder."""
+    return functools.partial(call_in_fork, cwd=tmp_path)
