@@ -2,6 +2,7 @@
 
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -28,7 +29,7 @@ class WholeMaskGPTDataset(GPTDataset):
     loss mask in place (so the hole stays for all later samples) and rewrites the tokens to id 0. With
     Qwen's tokenizers pad is the end-of-document token. Prepared corpora hold no padding, so no id is
     one: -1. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test:
-    tests/train/test_loss_mask.py, which fails on the stock class.
+    tests/train/test_truth.py, which fails on the stock class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +47,10 @@ class PreparedDataModule(PreTrainingDataModule):
         blend: instead of paths, a description as in data/blend.py, or the YAML file that holds one.
         replay_share: instead of the blend's own; 0 trains on the new domains alone and still validates all.
         domains: with a dict of paths, name -> prepared folder in the order of the train prefixes.
+        index_mapping_dir: where Megatron keeps its sample indices, in a folder named by the corpora's content;
+            default: beside the first corpus. Megatron's own cache would survive a corpus that is prepared again.
+        train_steps: lay the sample order out for this many steps, if more than trainer.max_steps: a run that is to
+            be extended over an epoch's end keeps its order only so (Megatron shuffles whole epochs together).
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
@@ -70,6 +75,7 @@ class PreparedDataModule(PreTrainingDataModule):
         eod_mask_loss: bool = False,
         seed: int = 1234,
         index_mapping_dir: Optional[str] = None,
+        train_steps: Optional[int] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
         if blend is not None and paths is not None:
@@ -97,6 +103,13 @@ class PreparedDataModule(PreTrainingDataModule):
         self.folders = dict(domains or {})
         if tokenizer is None and domains:
             tokenizer = AutoTokenizer(str(Path(next(iter(domains.values()))) / "tokenizer"), use_fast=True)
+        if self.domains:
+            key = hashlib.sha256(
+                "".join(m.splits[s].bin_sha256 for m in self.domains.values() for s in SPLITS).encode()
+            )
+            first = Path(next(iter(self.folders.values())))
+            index_mapping_dir = str(Path(index_mapping_dir or first / "index") / key.hexdigest()[:16])
+        self.train_steps = train_steps
         if tokenizer is None:
             raise UserError(
                 "no tokenizer for the training data",
@@ -132,7 +145,8 @@ class PreparedDataModule(PreTrainingDataModule):
         trainer_limit_test_batches: Union[int, float],
     ) -> None:
         """Training samples for the run; validation is by domain (`validation_sets`), so Lightning's own gets one."""
-        super().build(trainer_max_steps, trainer_max_steps, 1, 1)
+        steps = max(trainer_max_steps, self.train_steps or 0)
+        super().build(steps, steps, 1, 1)
 
     def validation_sets(self) -> dict[str, GPTDataset]:
         """One pass over the validation split of each domain, in the same order every time."""

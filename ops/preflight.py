@@ -103,7 +103,8 @@ def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    positive = ("seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes")
+    positive = ["seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes"]
+    positive += ("val_check_interval", "log_every_n_steps", "save_every_n_steps", "keep_checkpoints")
     for name in positive:
         if getattr(plan, name) < 1:
             yield _error(
@@ -174,7 +175,16 @@ def _corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
         yield from _blend(plan)
         return
-    prefixes = _prefixes(plan.data or "")
+    try:
+        prefixes = _prefixes(plan.data or "")
+    except (KeyError, AttributeError, TypeError):
+        yield _error(
+            "data.paths is not of NeMo's form",
+            expected="a prepared folder, or {'train': ['1.0', 'PREFIX'], 'validation': [...], 'test': [...]}",
+            found=str(plan.data),
+            do="give data.paths the folder that data prepare wrote",
+        )
+        return
     if prefixes is None:
         folder = Path(plan.data or "")
         if not (folder / FILE_NAME).is_file():
@@ -209,11 +219,18 @@ def _blend(plan: Plan) -> Iterator[Finding]:
     except ProjectError as problem:
         yield Finding(problem)
         return
+    if plan.keep_best is not None and plan.keep_best not in folders:
+        yield _error(
+            "log.ckpt.keep_best is no domain of the blend",
+            expected="one of " + ", ".join(folders),
+            found=repr(plan.keep_best),
+            do="log.ckpt.keep_best=None, or a domain's name",
+        )
     for text in trained.warnings:
         yield _warning(text, expected="4 epochs or fewer", found=text, do="fewer steps, another weight, or more text")
     for folder in map(Path, folders.values()):
         yield from _manifest(plan, folder)
-        for split in SPLITS:
+        for split in ("train", "validation"):
             yield from _samples(replace(plan, max_steps=1), split, folder / split)
 
 
@@ -225,6 +242,8 @@ def _prefixes(paths: str) -> dict[str, list[Path]] | None:
         return None
     if not isinstance(value, dict):
         return None
+    if not all(isinstance(value[split], list) for split in SPLITS):
+        raise TypeError(value)
     return {
         split: [Path(word) for word in words if not word.replace(".", "", 1).isdigit()]
         for split, words in value.items()

@@ -6,6 +6,7 @@ unknown path or a value of the wrong type is an error, with the nearest name tha
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import re
@@ -89,6 +90,10 @@ def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
             if not _set_mislabelled_float(owner, leaf, word):
                 raise _wrong_type(word, _expected(owner, leaf), value) from None
         new = getattr(owner, leaf)
+        if type(old) in (int, float) and isinstance(new, str):  # Union[..., str, int]: NeMo-Run keeps the text
+            with contextlib.suppress(ValueError):
+                new = int(new) if type(old) is int else float(new)
+                setattr(owner, leaf, new)
         if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
             raise _wrong_type(word, type(old).__name__, value)
         lines.append(f"{path}: {old!r} -> {new!r}")
@@ -117,7 +122,10 @@ def _walk(recipe: Any, path: str) -> tuple[Any, str]:
         _check(owner, name, seen, path)
         owner = getattr(owner, name)
         for index in indices:
-            owner = owner[int(index)]
+            try:
+                owner = owner[int(index)]
+            except (IndexError, KeyError, TypeError, ValueError):
+                raise _unknown(path, f"{seen}{step}", []) from None
         seen += step + "."
         if not hasattr(owner, "__fn_or_cls__"):
             raise _unknown(path, seen.rstrip("."), [])

@@ -41,7 +41,9 @@ def start_from_base(partial: run.Partial, folder: RunDir, plan: Plan) -> None:
     log.info("base: %s, imported as %s", base, checkpoint)
     _same_shape(plan, base, convert.facts(checkpoint))
     _same_tokenizer(plan, base, checkpoint)
-    partial.resume.restore_config = run.Config(nl.RestoreConfig, path=str(checkpoint), load_optim_state=False)
+    partial.resume.restore_config = run.Config(
+        nl.RestoreConfig, path=str(checkpoint), load_optim_state=False, load_artifacts=False
+    )
     folder.path.mkdir(parents=True, exist_ok=True)
     row = {"source": base, "checkpoint": str(checkpoint), "fingerprint": checkpoint.name}
     folder.base.write_text(json.dumps(row, indent=1) + "\n")

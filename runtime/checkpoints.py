@@ -22,7 +22,8 @@ class StepCheckpoint(nl.ModelCheckpoint):
 
     Args:
         keep_last: how many of the newest whole checkpoints stay.
-        keep_best: a validation domain: the checkpoint with its lowest loss stays too.
+        keep_best: a validation domain: of the checkpoints saved at a validated step, the one with its lowest loss
+            stays too.
         every_n_train_steps: steps between two saves; the last step of a run is always saved.
         dirpath: where, set by runtime/rundir.py.
 
@@ -49,7 +50,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
             filename="step-{step}",
         )
         self.keep_last, self.keep_best = keep_last, keep_best
-        self.domain_losses: dict[str, float] = {}
+        self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # at step, by the validation
 
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
         """The metrics a file name can hold, with `step` = steps completed (NeMo logs the step before it)."""
@@ -66,7 +67,8 @@ class StepCheckpoint(nl.ModelCheckpoint):
         self, trainer: pl.Trainer, filepath: str, global_step: int
     ) -> Callable[[], None]:
         finalize = super()._get_finalize_save_checkpoint_callback(trainer, filepath, global_step)
-        loss = self.domain_losses.get(self.keep_best) if self.keep_best else None
+        step, losses = self.domain_losses
+        loss = losses.get(self.keep_best) if self.keep_best and step == trainer.global_step else None
 
         def finalize_and_retain() -> None:
             finalize()

@@ -17,7 +17,7 @@ from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
 from runtime import env, logs, resume, rundir
-from runtime.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, UserError
+from runtime.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, ProjectError, UserError
 from runtime.rundir import RunDir
 from runtime.spec import RunSpec
 
@@ -67,9 +67,12 @@ def launch(spec: RunSpec) -> int:
         _attach(partial, folder)
         text = _yaml(partial)
         if spec.resume:
-            text = _resume(partial, folder, text)
+            text = _resume(partial, folder, text, resolved, spec)
         elif partial.resume.base and not spec.dryrun:
             text = _start(partial, folder, resolved)
+        if spec.resume and spec.dryrun:
+            stdout.write(text)
+            return 0
         folder.write(spec, text, settings, [sys.executable, *sys.argv])
         if resolved.blend is not None and not spec.dryrun:
             _plan_blend(resolved, folder)
@@ -107,7 +110,7 @@ def _picture(partial: run.Partial, folder: RunDir) -> None:
     from recipes.lr import StepSchedule
 
     slot = fdl.build(partial.optim.lr_scheduler)
-    if isinstance(slot, StepSchedule):
+    if isinstance(slot, StepSchedule) and partial.trainer.max_steps > 0:
         plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
 
 
@@ -125,21 +128,31 @@ def _attach(partial: run.Partial, folder: RunDir) -> None:
     partial.log.tensorboard.save_dir = str(folder.path)
 
 
-def _resume(partial: run.Partial, folder: RunDir, text: str) -> str:
+def _resume(partial: run.Partial, folder: RunDir, text: str, plan: Plan, spec: RunSpec) -> str:
     """Point the recipe at the newest whole checkpoint, if what changed since allows it.
 
     Returns:
         the resolved configuration with the checkpoint in it.
     """
+    import nemo_run as run
     import yaml
+    from nemo import lightning as nl
 
-    for aside in folder.set_aside_unfinished():
-        log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
+    if not spec.dryrun:
+        for aside in folder.set_aside_unfinished():
+            log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
     checkpoint = folder.whole_checkpoints()[-1]
     before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
     for line in resume.check(before, yaml.safe_load(text), checkpoint):
         log.info("changed since the checkpoint: %s", line)
+    resume.check_data(folder, _manifests(partial))
+    resume.check_order(before, plan, partial.data.train_steps)
     partial.resume.resume_from_path = str(checkpoint)
+    if folder.base.exists():  # where the weights came from at first: export takes the model's files from there
+        origin = json.loads(folder.base.read_text())["checkpoint"]
+        partial.resume.restore_config = run.Config(
+            nl.RestoreConfig, path=origin, load_optim_state=False, load_artifacts=False
+        )
     log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
     return _yaml(partial)
 
@@ -164,7 +177,10 @@ def _plan_blend(plan: Plan, folder: RunDir) -> None:
 def _manifests(partial: run.Partial) -> dict[str, object]:
     """folder -> manifest.json of every prepared corpus the run reads."""
     if partial.data.blend is not None:
-        folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
+        try:
+            folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
+        except ProjectError:  # told by preflight; only a dry run comes here
+            return {}
     else:
         folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
     found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
@@ -192,15 +208,23 @@ def _direct(partial: run.Partial, folder: RunDir, spec: RunSpec) -> int:
     how_to_resume = f"python launch.py --recipe {spec.recipe} --name {folder.name} --resume"
     try:
         run.run(partial, direct=True)
+    except SystemExit as stop:  # Lightning's way out of a Ctrl-C inside a step
+        if not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        return _interrupted(folder, how_to_resume)
     except (Interrupted, KeyboardInterrupt):
-        whole = folder.whole_checkpoints()
-        log.warning("stopped by Ctrl-C; %s", f"resume with: {how_to_resume}" if whole else "there is no checkpoint yet")
-        return EXIT_INTERRUPTED
+        return _interrupted(folder, how_to_resume)
     log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
     log.info("logs:       %s", folder.attempts[-1])
     log.info("metrics:    %s", folder.metrics)
     log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
     return 0
+
+
+def _interrupted(folder: RunDir, how_to_resume: str) -> int:
+    whole = folder.whole_checkpoints()
+    log.warning("stopped by Ctrl-C; %s", f"resume with: {how_to_resume}" if whole else "there is no checkpoint yet")
+    return EXIT_INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 from data.tokenizer import fingerprint
 from runtime.errors import GateError
 from runtime.rundir import RunDir
-from runtime.validation import mean_loss, micro_batches
+from runtime.validation import mean_loss
 
 log = logging.getLogger("launch")
 
@@ -59,7 +59,7 @@ def _write(data: Any, pl_module: pl.LightningModule, mask_share: float) -> None:
         "tokenizer_fingerprint": fingerprint(data.tokenizer.tokenizer),
         "manifest_fingerprints": {data.folders[name]: m.tokenizer.fingerprint for name, m in data.domains.items()},
         "eod": data.tokenizer.eod,
-        "eod_in_loss": True,  # check_loss_mask has compared labels and mask with the .bin, end of document included
+        "eod_in_loss": not data.eod_mask_loss,  # check_loss_mask has compared labels and mask with the .bin
         "loss_mask_share": mask_share,
     }
     RunDir.of_nemo_logs(Path(AppState().log_dir)).gates.write_text(json.dumps(facts, indent=1) + "\n")
@@ -74,7 +74,8 @@ def check_step0(trainer: pl.Trainer, source: str, run: RunDir) -> None:
         GateError: the difference is larger (weights lost or mixed up on the way in).
     """
     data, model = trainer.datamodule, trainer.strategy.model
-    batches = micro_batches(data, next(iter(data.validation_sets().values())), 1)[:1]
+    samples = next(iter(data.validation_sets().values()))
+    batches = [torch.utils.data.default_collate([samples[i % len(samples)] for i in range(data.micro_batch_size)])]
     model.eval()
     ours = mean_loss(model, batches, data)
     model.train()
@@ -108,8 +109,9 @@ def hf_loss(source: str, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> 
     model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype).to(device).eval()
     with torch.no_grad():
         logits = model(batch["tokens"].to(device)).logits.float().flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten())
-    return float(loss)
+        losses = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten(), reduction="none")
+        mask = batch["loss_mask"].to(device).flatten()
+    return float((losses.double() * mask).sum() / mask.sum())
 
 
 def _probe(dataset: Any) -> Any:

@@ -130,7 +130,12 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
             f"{run.path} holds a run already",
             expected="a name that is not in use",
             found=f"{len(run.attempts)} attempt(s), {len(run.whole_checkpoints())} checkpoint(s)",
-            do=f"--name ANOTHER for a new run, or --resume --name {name} to go on with this one",
+            do="--name ANOTHER for a new run, or "
+            + (
+                f"--resume --name {name} to go on"
+                if run.whole_checkpoints()
+                else f"delete {run.path}: it has no checkpoint"
+            ),
         )
     count = 1
     while run.used:
@@ -141,7 +146,10 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
 
 def _numbered(name: str, root: Path) -> list[Path]:
     found = [p for p in root.glob(f"{name}*") if p.name == name or p.name[len(name) + 1 :].isdigit()]
-    return sorted((p for p in found if RunDir(p.name, root).used), key=lambda p: p.stat().st_mtime)
+    return sorted(
+        (p for p in found if RunDir(p.name, root).used),
+        key=lambda p: max((a.stat().st_mtime for a in RunDir(p.name, root).attempts), default=0.0),
+    )
 
 
 def _resumable(run: RunDir) -> RunDir:
@@ -150,6 +158,6 @@ def _resumable(run: RunDir) -> RunDir:
             f"nothing to resume in {run.path}",
             expected=f"a whole checkpoint under {run.checkpoints}",
             found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
-            do="leave --resume out to start from scratch, or name the run with --name",
+            do="name another run with --name, or start a new one without --resume",
         )
     return run

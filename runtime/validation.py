@@ -60,13 +60,15 @@ class DomainValidation(pl.Callback):
                 name: micro_batches(data, one, self.batches) for name, one in data.validation_sets().items()
             }
         self._last = trainer.global_step
+        if not self._loaders:  # prefixes without prepared folders: nothing says what a domain is
+            return
         model = trainer.strategy.model
         model.eval()
         losses = {name: mean_loss(model, batches, data) for name, batches in self._loaders.items()}
         model.train()
         rows = {name: _measures(loss, data.domains[name]) for name, loss in losses.items()}
         for checkpoint in (c for c in trainer.callbacks if isinstance(c, StepCheckpoint)):
-            checkpoint.domain_losses = losses
+            checkpoint.domain_losses = (trainer.global_step, losses)
         if trainer.is_global_zero:
             self._tell(trainer, rows)
         PAUSE.seconds += time.perf_counter() - start

@@ -70,6 +70,7 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
             "data.index_mapping_dir=/tmp/cache",
             "log.ckpt.keep_last=5",
             "data.eod_mask_loss=True",
+            "trainer.devices=2",  # Union[list[int], str, int] upstream
             "model.config.init_method_std=0.05",  # annotated int upstream
         ),
     )
@@ -78,6 +79,7 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
     assert (recipe.data.paths, recipe.data.index_mapping_dir) == ("corpora/x y", "/tmp/cache")
     assert (recipe.log.ckpt.keep_last, recipe.data.eod_mask_loss) == (5, True)
     assert recipe.model.config.init_method_std == 0.05
+    assert recipe.trainer.devices == 2
     overrides.apply(recipe, ("data.paths={'train': ['a'], 'validation': ['b'], 'test': ['c']}",))
     assert recipe.data.paths["validation"] == ["b"]
 
@@ -91,6 +93,7 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
         ("trainer.strategy.tensor_parallel=2", "tensor_model_parallel_size"),
         ("modle.config.num_layers=8", "did you mean model.config.num_layers=...?"),
         ("model.config.num_layers.x=8", "--dryrun prints"),
+        ("trainer.callbacks[7].x=3", "--dryrun prints"),
         ("data.micro_batch_size=two", "value of that type"),
         ("data.eod_mask_loss=maybe", "value of that type"),
     ),

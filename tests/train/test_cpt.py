@@ -114,3 +114,47 @@ def _lose_a_norm(sample: Path, base: str) -> None:
 
     gates.check_step0 = with_loss
     _continue(sample, base, words=("trainer.max_steps=2",))
+
+
+def _source_after_resume(sample: Path, base: str) -> tuple[str | None, list[str]]:
+    """Continue, stop, resume; where the checkpoint's model files come from then, and the checkpoints kept."""
+    from ops.convert import source_of
+
+    words = ("log.ckpt.every_n_train_steps=1", "log.ckpt.keep_last=1", "log.ckpt.keep_best=code")
+    _continue(sample, base, words=(*words, "trainer.max_steps=2"))
+    _continue(sample, base, words=(*words, "trainer.max_steps=3"), resume=True)
+    source = source_of(RunDir("cpt").whole_checkpoints()[-1])
+    return str(source) if source else None, [p.name for p in RunDir("cpt").whole_checkpoints()]
+
+
+def test_a_resumed_run_still_knows_its_base(sample: Path, base: Path, forked: Callable[..., Any]) -> None:
+    source, kept = forked(_source_after_resume, sample, str(base))
+    assert source is not None
+    assert "imported" in source
+    assert kept[-1] == "step-3"
+
+
+def _samples(folder: str, steps: int) -> int:
+    import types
+
+    from data.module import PreparedDataModule
+
+    data = PreparedDataModule(paths=folder, seq_length=64, micro_batch_size=1, global_batch_size=1)
+    data.trainer = types.SimpleNamespace(global_step=0)
+    data.build(steps, steps, 1, 1)
+    return int(data._train_ds.document_index.max())
+
+
+def test_a_corpus_prepared_again_is_read_anew(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
+    """Megatron's index cache goes by path: it would read the old documents of a corpus that has grown."""
+    from data.prepare import PrepareRequest, prepare
+
+    lines = (sample / "raw" / "prose.jsonl").read_text().splitlines()
+    for documents in (60, 120):
+        (tmp_path / "text.jsonl").write_text("\n".join(lines[:documents]) + "\n")
+        request = PrepareRequest(
+            inputs=[str(tmp_path / "text.jsonl")], output=tmp_path / "c", tokenizer=str(sample / "tokenizer"),
+            split=(0.8, 0.1, 0.1), overwrite=True, workers=1,
+        )  # fmt: skip
+        written = prepare(request).splits["train"].documents
+        assert forked(_samples, str(tmp_path / "c"), 50) == written - 1

@@ -58,6 +58,7 @@ def test_numbers(corpus: Path) -> None:
     assert "sequence length is not the model's" in _only(_check(corpus, model_seq_length=128))
     assert "model-parallel groups" in _only(_check(corpus, tensor_parallel=2))
     assert "must be positive" in _only(_check(corpus, micro_batch_size=0))
+    assert "must be positive" in _only(_check(corpus, val_check_interval=0))
     odd = dataclasses.replace(registry.resolve("qwen25_tiny").plan.shape, num_attention_heads=3)
     assert "not divisible" in str(_check(corpus, shape=odd)[0].problem)
 
@@ -87,6 +88,12 @@ def test_the_same_prefix_for_training_and_validation(corpus: Path) -> None:
     plan: Plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=same)
     text = _only(preflight.check(plan, RunDir("run", corpus.parent / "runs")))
     assert "also in validation" in text
+
+
+def test_a_malformed_dict_of_prefixes(corpus: Path) -> None:
+    for paths in ("{'validation': ['a']}", "{'train': 'a', 'validation': 'b', 'test': 'c'}"):
+        plan: Plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=paths)
+        assert "not of NeMo's form" in _only(preflight.check(plan, RunDir("run", corpus.parent / "runs")))
 
 
 def test_a_gpu_recipe_without_a_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

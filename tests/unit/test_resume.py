@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 import yaml
 
+from recipes import registry
+from recipes.plan import Plan
 from runtime import resume
 from runtime.errors import UserError
 from runtime.rundir import RunDir
@@ -57,3 +61,29 @@ def test_unfinished_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert [p.name for p in run.set_aside_unfinished()] == ["unfinished-step-10-after-attempt-0"]
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-5", "unfinished-step-10-after-attempt-0"]
     assert [p.name for p in run.whole_checkpoints()] == ["step-5"]
+
+
+def _plan(**changes: object) -> Plan:
+    return dataclasses.replace(registry.resolve("qwen25_tiny").plan, **changes)
+
+
+def test_a_longer_run_must_not_reshuffle(sample: Path) -> None:
+    """Within an epoch a run can be extended; over its end only if it was laid out for that."""
+    before = yaml.safe_load(GOLDEN.read_text())
+    plan = _plan(data=str(sample / "prose"))
+    resume.check_order(before, dataclasses.replace(plan, max_steps=500), None)
+    with pytest.raises(UserError, match="another order"):
+        resume.check_order(before, dataclasses.replace(plan, max_steps=800), None)
+    before["data"]["train_steps"] = 800
+    resume.check_order(before, dataclasses.replace(plan, max_steps=800), 800)
+
+
+def test_a_corpus_prepared_again_is_noticed(sample: Path, tmp_path: Path) -> None:
+    run = RunDir("r", tmp_path)
+    run.path.mkdir()
+    now = {"c": json.loads((sample / "prose" / "manifest.json").read_text())}
+    run.data.write_text(json.dumps(now))
+    resume.check_data(run, now)
+    now["c"]["splits"]["train"]["bin_sha256"] = "0" * 64
+    with pytest.raises(UserError, match="prepared again"):
+        resume.check_data(run, now)
