@@ -6,14 +6,26 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import TextIO
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 log = logging.getLogger("launch")
 
 
+class _Console(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what standard error is at that moment: a live progress bar puts lines above itself."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None: ...
+
+
 def console() -> None:
     """Our own log lines, and other libraries' errors, on standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Console()
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.addFilter(lambda record: record.name.startswith("launch") or record.levelno >= logging.ERROR)
     root = logging.getLogger()
