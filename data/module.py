@@ -196,7 +196,8 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
     """
     item = next(dataloader_iter)
     batch = item[0] if isinstance(item, tuple) else item
-    if torch.is_grad_enabled() and batch.get("loss_mask") is not None:
+    mask = batch.get("loss_mask")
+    if torch.is_grad_enabled() and mask is not None and not mask.is_cuda:
         TOKENS.add(batch)
     out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
     out.setdefault("attention_mask", None)

@@ -12,6 +12,7 @@ from nemo.collections import llm
 from data.module import PreparedDataModule
 from recipes.parts import callbacks, checkpoint, model, optim, trainer
 from recipes.plan import Plan
+from runtime.speed import Speed
 from runtime.worker import pretrain as train
 
 
@@ -35,6 +36,7 @@ def pretrain(plan: Plan) -> run.Partial:
     recipe.trainer.callbacks = callbacks.default()
     recipe.log = checkpoint.log(plan)
     recipe.resume = checkpoint.resume(plan)
+    recipe.speed = run.Config(Speed)
     return recipe
 
 

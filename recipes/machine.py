@@ -6,6 +6,8 @@ import nemo_run as run
 import torch
 from nemo.collections.llm.gpt.model.base import HAVE_TE
 
+from recipes.speed import with_speed
+
 
 def adapt(recipe: run.Partial) -> list[str]:
     """Change `recipe` in place to what this machine can do.
@@ -13,9 +15,12 @@ def adapt(recipe: run.Partial) -> list[str]:
     Returns:
         one line per change: `path: old -> new (reason)`.
     """
-    if recipe.trainer.accelerator != "gpu" or not torch.cuda.is_available() or HAVE_TE:
+    if recipe.trainer.accelerator != "gpu" or not torch.cuda.is_available():
         return []
-    lines = ["layers: Megatron's local layers with SDPA attention (Transformer Engine is not installed: slower)"]
+    lines = with_speed(recipe)
+    if HAVE_TE:
+        return lines
+    lines += ["layers: Megatron's local layers with SDPA attention (Transformer Engine is not installed: slower)"]
     if recipe.optim.config.use_distributed_optimizer:
         recipe.optim.config.use_distributed_optimizer = False
         lines.append(

@@ -1,4 +1,4 @@
-"""NeMo's MegatronStrategy, restoring across machines with and without Transformer Engine."""
+"""NeMo's MegatronStrategy, restoring across machines with and without Transformer Engine, and waiting for no GPU."""
 
 # NeMo-Run reads the constructor's types to parse overrides: it has none of its own here
 
@@ -7,6 +7,7 @@ from typing import Any, Union
 
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from nemo import lightning as nl
+from nemo.lightning import _strategy_lib
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
 
@@ -18,6 +19,22 @@ class Strategy(nl.MegatronStrategy):
     left as the module made it; a missing weight is still an error. Versions: nemo_toolkit 2.3, megatron-core 0.12 to
     0.13. Test: tests/train/test_compat.py.
     """
+
+    def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step: zero the gradients, forward and backward of all micro batches, report the loss.
+
+        The stock step also logs `global_step` and `step` as Python numbers; Lightning copies each to the GPU and waits
+        for it. Nothing reads them: metrics.jsonl and TensorBoard have the step.
+        """
+        with self.precision_plugin.train_step_context():
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss = self.model.training_step(dataloader_iter, *args, **kwargs)
+            _strategy_lib._sync_from_last_pipeline_stage(loss, broadcast=False)
+            self.lightning_module.log("reduced_train_loss", loss, batch_size=1, sync_dist=False)
+            return loss
 
     def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:
         stored = _stored_keys(ckpt_to_weights_subdir(checkpoint_path, is_saving=False))

@@ -12,6 +12,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 
 from runtime import compat, cpu
 from runtime.interrupt import Interrupted, StopOnInterrupt
+from runtime.speed import Speed
 from runtime.validation import DomainValidation
 
 
@@ -22,6 +23,7 @@ def pretrain(
     log: nl.NeMoLogger | None = None,
     resume: nl.AutoResume | None = None,
     optim: OptimizerModule | None = None,
+    speed: Speed | None = None,
 ) -> Path:
     """`llm.pretrain`, inside the CPU backend if `trainer.accelerator` is "cpu".
 
@@ -32,6 +34,9 @@ def pretrain(
     """
     compat.apply()
     trainer.callbacks.insert(0, DomainValidation.instead_of_lightnings(trainer))
+    if speed is not None:
+        speed.before_build(model)
+        trainer.callbacks.append(speed)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     with cpu.backend() if on_cpu else contextlib.nullcontext():
         folder = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)

@@ -1,0 +1,125 @@
+"""One micro batch as a CUDA graph: forward and backward captured once, then replayed without Python.
+
+A small model is launch-bound: a micro batch is a thousand kernels of a few microseconds each. The graph is captured
+from Megatron's own `forward_step` and `backward_step`, so it computes what the plain schedule computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+log = logging.getLogger("launch")
+
+
+class GraphedSchedule:
+    """Stands in for `megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining`.
+
+    Args:
+        data_step: takes an iterator of batches, gives dict[str, Tensor on the device | None], each of the same
+            shape every time.
+        eager_steps: plain steps before the capture (initialisation, kernel choice, compilation).
+
+    With data-parallel ranks the last micro batch of a step stays plain: its backward starts the gradient reduction.
+    Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
+    batches.
+    """
+
+    def __init__(self, data_step: Any, eager_steps: int = 2) -> None:
+        self.data_step, self.eager_steps = data_step, eager_steps
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._batch: dict[str, torch.Tensor | None] = {}
+        self._row: dict[str, torch.Tensor] = {}
+        self._captured_for = 0
+
+    def __call__(
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any
+    ) -> list[dict[str, torch.Tensor]]:
+        """Megatron's schedule protocol; `rest` (sequence length, forward_only ...) goes to the plain schedule."""
+        model = model[0] if isinstance(model, list) else model
+        iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
+        plain = 0 if _data_parallel(model) == 1 else 1
+        if rest.get("forward_only") or self.eager_steps > 0 or num_microbatches <= plain:
+            self.eager_steps -= not rest.get("forward_only")
+            rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(
+                forward_step_func=forward_step_func,
+                data_iterator=iterator,
+                model=model,
+                num_microbatches=num_microbatches,
+                **rest,
+            )
+            return rows
+        config, rows = get_model_config(model), []
+        with config.no_sync_func() if plain and config.no_sync_func else contextlib.nullcontext():
+            for _ in range(num_microbatches - plain):
+                self._fill(self.data_step(iterator))
+                if self._graph is None or self._captured_for != num_microbatches:
+                    self._capture(forward_step_func, model, num_microbatches)
+                self._graph.replay()  # type: ignore[union-attr]
+                rows.append({name: value.clone() for name, value in self._row.items()})
+        if plain:
+            rows += _micro_batch(forward_step_func, iterator, model, num_microbatches)
+        if config.finalize_model_grads_func is not None:
+            config.finalize_model_grads_func([model], None)
+        return rows
+
+    def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
+        """Copy the batch to where the graph reads it."""
+        if not self._batch:
+            self._batch = {name: value if value is None else value.clone() for name, value in batch.items()}
+        for name, value in batch.items():
+            if value is not None:
+                self._batch[name].copy_(value)  # type: ignore[union-attr]
+
+    def _capture(self, forward_step_func: Any, model: Any, num_microbatches: int) -> None:
+        """Record one forward and backward; nothing is computed yet."""
+        self._graph = None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        _gradients_on(stream, model)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            (self._row,) = _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
+        self._graph, self._captured_for = graph, num_microbatches
+        log.info("speed: captured one micro batch as a CUDA graph")
+
+
+def _micro_batch(
+    forward_step_func: Any, iterator: Iterator[Any], model: Any, num_microbatches: int
+) -> list[dict[str, torch.Tensor]]:
+    """Forward and backward of one micro batch through Megatron's own steps; returns what the loss reduction reports."""
+    config = get_model_config(model)
+    rows: list[dict[str, torch.Tensor]] = []
+    output, _ = schedules.forward_step(forward_step_func, iterator, model, num_microbatches, None, rows, config)
+    schedules.backward_step(None, output, None, schedules.get_model_type(model), config)
+    return rows
+
+
+def _data_parallel(model: Any) -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+
+
+def _gradients_on(stream: torch.cuda.Stream, model: Any) -> None:
+    """Make Megatron's gradient hooks anew, so that they run on the capturing stream.
+
+    Autograd runs a parameter's gradient accumulation on the stream that was current when its node was made; Megatron's
+    DDP makes and keeps the nodes on the default stream, which cannot be captured.
+    """
+    ddp = get_attr_wrapped_model(model, "grad_accs", return_model_obj=True)
+    ddp.grad_accs.clear()
+    with torch.cuda.stream(stream):
+        for parameter in ddp.module.parameters():
+            if parameter.requires_grad:
+                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+                node.register_hook(ddp._make_backward_post_hook(parameter))
+                ddp.grad_accs.append(node)
