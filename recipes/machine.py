@@ -9,15 +9,18 @@ from nemo.collections.llm.gpt.model.base import HAVE_TE
 from recipes.speed import with_speed
 
 
-def adapt(recipe: run.Partial) -> list[str]:
+def adapt(recipe: run.Partial, speed: bool = True) -> list[str]:
     """Change `recipe` in place to what this machine can do.
+
+    Args:
+        speed: take the fast path too (recipes/speed.py).
 
     Returns:
         one line per change: `path: old -> new (reason)`.
     """
     if recipe.trainer.accelerator != "gpu" or not torch.cuda.is_available():
         return []
-    lines = with_speed(recipe)
+    lines = with_speed(recipe) if speed else []
     if HAVE_TE:
         return lines
     lines += ["layers: Megatron's local layers with SDPA attention (Transformer Engine is not installed: slower)"]

@@ -1,0 +1,82 @@
+"""A stop watch inside a run, and the kernel table of a few more steps."""
+
+# no `from __future__ import annotations`: NeMo-Run reads the constructor's types
+
+from pathlib import Path
+from typing import Any, Optional
+
+import lightning.pytorch as pl
+import torch
+
+from bench.timing import Watch, wait
+from data.module import TOKENS
+
+
+class Measured(Exception):  # noqa: N818 - no error
+    """Ends a run whose clock has seen enough (no checkpoint is wanted)."""
+
+
+class Clock(pl.Callback):
+    """Times `steps` steps after `warmup` (bench/timing.py).
+
+    Args:
+        warmup: steps before the clock starts: compilation, graph capture, allocator.
+        steps: timed steps.
+        losses: keep the loss of every step (one device tensor each; read at the end).
+        profile: write a kernel table of three further steps to this file.
+    """
+
+    _PROFILED = 3
+
+    def __init__(self, warmup: int, steps: int, losses: bool = False, profile: Optional[str] = None) -> None:
+        self.watch, self.keep_losses, self.profile = Watch(warmup, steps), losses, profile
+        self._losses: list[torch.Tensor] = []
+        self._tokens = self._tokens_before = 0
+        self._profiler: Any = None
+        self._left = self._PROFILED
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._profiler is not None:
+            self._left -= 1
+            if self._left == 0:
+                wait()
+                self._profiler.stop()
+                kernel_table(self._profiler, Path(str(self.profile)), self._PROFILED)
+                raise Measured
+            return
+        if self.keep_losses:
+            self._losses.append(trainer.callback_metrics["reduced_train_loss"].detach().clone())
+        done = self.watch.step()
+        if self.watch.started:
+            self._tokens_before = TOKENS.unmasked
+        if done:
+            self._tokens = TOKENS.unmasked - self._tokens_before
+            if self.profile is None:
+                raise Measured
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def result(self, waited: float) -> dict[str, Any]:
+        """The figures, for the tokens of this data-parallel rank."""
+        found = self.watch.result(self._tokens, waited)
+        return found | ({"losses": [float(loss) for loss in self._losses]} if self.keep_losses else {})
+
+
+def kernel_table(profiler: Any, path: Path, steps: int) -> None:
+    """Kernels by their time a step and their number, and how long the GPU had something to do."""
+    kernels: dict[str, list[float]] = {}
+    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    busy, end = 0.0, 0.0
+    for event in events:
+        start, stop = event.time_range.start, event.time_range.end
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+        row = kernels.setdefault(event.name, [0.0, 0.0])
+        row[0] += (stop - start) / 1e3 / steps
+        row[1] += 1 / steps
+    wall = (end - events[0].time_range.start) / 1e3 / steps
+    lines = [f"{wall:.2f} ms a step, GPU busy {busy / 1e3 / steps:.2f} ms, {len(events) / steps:.0f} kernels"]
+    for name, (ms, count) in sorted(kernels.items(), key=lambda item: -item[1][0]):
+        lines.append(f"{ms:9.3f} ms {count:7.1f} x  {name[:160]}")
+    path.write_text("\n".join(lines) + "\n")

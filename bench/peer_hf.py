@@ -1,0 +1,112 @@
+"""The peer: transformers' Qwen2 of the same shape, in the training loop its users write, tuned.
+
+    python -m bench.peer_hf --recipe qwen25_500m_single [path=value ...]
+
+Shape, sequence, batch and corpus are the recipe's (`path=value` as in bench.throughput). fp32 master weights under bf16
+autocast, SDPA attention, torch.compile, fused AdamW, gradient clipping without a host sync, TF32 for what stays fp32.
+Prints the same JSON object as bench.throughput.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.throughput import arguments, finish, your_turn
+
+
+def main() -> None:
+    """Train the peer and print its figures."""
+    args = arguments(__doc__ or "").parse_args()
+    from recipes import overrides, registry
+
+    plan = overrides.early(registry.resolve(args.recipe).plan, args.overrides)
+    if plan.accelerator == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import transformers  # noqa: F401 - imported before the wait, as bench.throughput does
+
+    waited = your_turn(args.wait)
+    print(json.dumps(finish(_train(plan, args, waited), plan)), flush=True)
+
+
+def _model(plan: Any, device: str) -> Any:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    shape = plan.shape
+    config = Qwen2Config(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.ffn_hidden_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_query_groups,
+        max_position_embeddings=plan.seq_length,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=shape.tied,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(1234)
+    with torch.device(device):
+        return Qwen2ForCausalLM(config).float().train()
+
+
+def _batches(plan: Any, device: str) -> Iterator[Any]:
+    """Consecutive windows of the corpus: int64[micro batch, seq + 1] on the device, for ever."""
+    import numpy
+    import torch
+
+    from data.manifest import load_manifest
+
+    folder = Path(plan.data)
+    ids = numpy.memmap(folder / "train.bin", dtype=load_manifest(folder).dtype, mode="r")
+    width, count = plan.seq_length + 1, plan.micro_batch_size
+    while True:
+        for at in range(0, len(ids) - count * width, count * width):
+            window = torch.from_numpy(ids[at : at + count * width].astype("int64")).view(count, width)
+            yield window.pin_memory().to(device, non_blocking=True) if device == "cuda" else window
+
+
+def _train(plan: Any, args: Any, waited: float) -> dict[str, Any]:
+    """The loop; returns its figures."""
+    import torch
+
+    from bench.timing import Watch
+
+    device = "cuda" if plan.accelerator == "gpu" else "cpu"
+    torch.set_float32_matmul_precision("high")
+    model = _model(plan, device)
+    compiled = torch.compile(model) if device == "cuda" else model
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=plan.max_lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
+    )
+    batches, accumulate = _batches(plan, device), plan.global_batch_size // plan.micro_batch_size
+    watch, losses, done = Watch(args.warmup, args.steps), [], False
+    while not done:
+        total = torch.zeros((), device=device)
+        for _ in range(accumulate):
+            ids = next(batches)
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
+                # shift_labels: the loss of all positions, as Megatron counts it
+                loss = (
+                    compiled(input_ids=ids[:, :-1], labels=ids[:, :-1], shift_labels=ids[:, 1:].contiguous()).loss
+                    / accumulate
+                )
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+        done = watch.step()
+    result = watch.result(args.steps * plan.tokens_per_step, waited)
+    return result | ({"losses": [float(loss) for loss in losses]} if args.losses else {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""How fast a recipe trains, on real prepared data, with the gates on.
+
+    python -m bench.throughput --recipe qwen25_500m_single [--env SET] [--plain] [path=value ...]
+
+Prints one JSON object: unmasked tokens a second (wall clock over all timed steps, one synchronize before and one
+after), step time p50 and p99 in seconds, MFU against the card's own measured bf16 matrix rate with the FLOPs of
+bench/flops.py, peak memory in GiB, seconds from process start to the end of the first step.
+`--plain` leaves every speed lever off: stock NeMo and Megatron.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that this bench and its peer share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--warmup", type=int, default=8, help="steps before the clock starts")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--losses", action="store_true", help="print the loss of every step too")
+    parser.add_argument("--wait", action="store_true", help="import, then wait for a line on standard input")
+    parser.add_argument("overrides", nargs="*", help="path=value")
+    return parser
+
+
+def your_turn(wait: bool) -> float:
+    """With --wait: say that the imports are done, and wait for the word. Returns the seconds waited."""
+    if not wait:
+        return 0.0
+    start = time.perf_counter()
+    print("READY", flush=True)
+    sys.stdin.readline()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Run one recipe and print its figures."""
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--env", help="environment set; default: the recipe's")
+    parser.add_argument("--plain", action="store_true", help="stock NeMo and Megatron, no lever")
+    parser.add_argument("--profile", help="write a kernel table of three more steps to this file")
+    args = parser.parse_args()
+    from recipes import overrides, registry
+    from runtime import env
+
+    recipe = registry.resolve(args.recipe)
+    env.apply(args.env or recipe.plan.env, os.environ)
+    plan = overrides.early(recipe.plan, args.overrides)
+    partial = _partial(recipe, args)
+    plan = plan.as_resolved(partial)
+    waited = your_turn(args.wait)
+    print(json.dumps(finish(_run(partial, waited), plan)), flush=True)
+
+
+def _partial(recipe: Any, args: argparse.Namespace) -> Any:
+    """The recipe as `launch.py` would resolve it, without validation and checkpoints, with a clock."""
+    import nemo_run as run
+
+    from bench.clock import Clock
+    from recipes import machine, overrides
+
+    partial = recipe()
+    for line in machine.adapt(partial, speed=not args.plain):
+        print(line, file=sys.stderr)
+    for line in overrides.apply(partial, args.overrides):
+        print("override", line, file=sys.stderr)
+    total = args.warmup + args.steps + 10
+    partial.trainer.max_steps = total
+    partial.trainer.val_check_interval = partial.log.ckpt.every_n_train_steps = 10 * total
+    partial.trainer.limit_val_batches = 0
+    clock = run.Config(Clock, warmup=args.warmup, steps=args.steps, losses=args.losses, profile=args.profile)
+    partial.trainer.callbacks.append(clock)
+    return partial
+
+
+def _run(partial: Any, waited: float) -> dict[str, Any]:
+    """Train until the clock has seen enough; returns its figures."""
+    import fiddle as fdl
+
+    from bench.clock import Clock, Measured
+
+    with tempfile.TemporaryDirectory() as folder:
+        partial.log.explicit_log_dir = f"{folder}/run/logs/attempt-1/nemo"
+        partial.log.ckpt.dirpath = f"{folder}/run/checkpoints"
+        partial.log.tensorboard.save_dir = f"{folder}/run"
+        Path(folder, "run").mkdir()
+        job = fdl.build(partial)
+        clock = next(c for c in job.keywords["trainer"].callbacks if isinstance(c, Clock))
+        try:
+            job()
+        except Measured:
+            return clock.result(waited)
+    raise RuntimeError("the run ended before the clock had seen enough steps")
+
+
+def finish(result: dict[str, Any], plan: Any) -> dict[str, Any]:
+    """Add the batch, and what follows from the measured numbers."""
+    from bench import card, flops
+
+    result |= {
+        "parameters": plan.shape.num_parameters,
+        "global_batch_size": plan.global_batch_size,
+        "micro_batch_size": plan.micro_batch_size,
+    }
+    if plan.accelerator == "gpu":
+        rate = card.matmul_tflops()
+        used = result["tokens_per_second"] * flops.per_token(plan.shape, plan.seq_length) / 1e12
+        result |= {"card_tflops": rate, "mfu_of_card": used / rate}
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A stop watch for training steps: nothing is waited for between the first timed step and the last."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import psutil
+import torch
+
+
+def wait() -> None:
+    """Let the device finish what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Watch:
+    """Wall clock over `steps` steps after `warmup`, one synchronize before and one after.
+
+    Call `step()` after each step; it returns True once all are timed. Step times are from device events (on a CPU:
+    the host's clock).
+    """
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self.warmup, self.steps = warmup, steps
+        self._done, self._start, self._seconds = 0, 0.0, 0.0
+        self._first_step_at = 0.0
+        self._marks: list[Any] = []
+
+    @property
+    def started(self) -> bool:
+        """The step that was just counted is the last one before the clock starts."""
+        return self._done == self.warmup
+
+    def step(self) -> bool:
+        """One more step has been given to the device."""
+        self._done += 1
+        if self._done == 1:
+            wait()
+            self._first_step_at = time.time()
+        if self._done == self.warmup:
+            wait()
+            self._start = time.perf_counter()
+        if self._done >= self.warmup:
+            self._marks.append(_mark())
+        if self._done == self.warmup + self.steps:
+            wait()
+            self._seconds = time.perf_counter() - self._start
+            return True
+        return False
+
+    def result(self, tokens: int, waited: float) -> dict[str, Any]:
+        """The figures, for `tokens` trained in the timed steps; `waited` seconds are taken off the start-up."""
+        times = [_between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        found = {
+            "tokens_per_second": tokens / self._seconds,
+            "step_p50": statistics.median(times),
+            "step_p99": sorted(times)[min(len(times) - 1, int(0.99 * len(times)))],
+            "steps": self.steps,
+            "seconds_to_first_step": self._first_step_at - psutil.Process().create_time() - waited,
+        }
+        if torch.cuda.is_available():
+            found["device"] = torch.cuda.get_device_name()
+            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        return found
+
+
+def _mark() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3

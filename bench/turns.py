@@ -1,0 +1,52 @@
+"""Several measurements in one call: they import at the same time, and measure one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any, TextIO
+
+
+def measure(commands: list[list[str]], log: TextIO, at_once: int = 6) -> list[dict[str, Any]]:
+    """Run each command (a bench that understands --wait) and return the JSON objects that they print, in order.
+
+    A command that fails gives {"error": the end of what it said}; the others go on.
+
+    Args:
+        commands: arguments after `python -m`.
+        log: gets everybody's standard error.
+        at_once: processes that import while another measures.
+    """
+    running: list[subprocess.Popen[str]] = []
+    results = []
+    for index, _ in enumerate(commands):
+        while len(running) < min(len(commands), index + at_once):
+            running.append(_start(commands[len(running)], log))
+        results.append(_turn(running[index]))
+    return results
+
+
+def _start(command: list[str], log: TextIO) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", *command, "--wait"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        bufsize=1,
+    )
+
+
+def _turn(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdin is not None and process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("READY"):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        if line.startswith("{"):
+            process.wait()
+            return dict(json.loads(line))
+    return {"error": f"exit code {process.wait()}: {''.join(lines[-5:])}"}
