@@ -176,6 +176,25 @@ def passport(
     raise typer.Exit(found.exit_code(strict))
 
 
+@app.command(name="env")
+def env_(
+    name: Annotated[Optional[str], typer.Argument(metavar="[SET]", help="A set, SET+SET+TIER, or a FILE.env.")] = None,
+    export: Annotated[bool, typer.Option("--export", help="Shell lines, for any other framework.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="What is set, by whom, and the verdict.")] = False,
+) -> None:
+    """List the environment sets, explain one, or print it for a shell."""
+    import os
+
+    from rich.console import Console
+
+    from runtime import env_show
+
+    if export:
+        print(env_show.export(name or "base", os.environ))
+    else:
+        Console().print(env_show.explain(name, os.environ) if name or explain else env_show.listing())
+
+
 @app.command()
 def generate(
     model: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
