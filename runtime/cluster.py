@@ -108,6 +108,16 @@ class Slurm(_Part):
         return self
 
 
+class Docker(_Part):
+    """What only Docker knows.
+
+    Args:
+        network: bridge is Docker's default; host where the daemon has no bridge.
+    """
+
+    network: Literal["bridge", "host"] = "bridge"
+
+
 class K8s(_Part):
     """What only Kubernetes knows.
 
@@ -162,6 +172,7 @@ class Cluster(_Part):
     wait: bool = True
     tunnel: Annotated[Local | Ssh, Field(discriminator="kind")] = Local()
     slurm: Slurm = Slurm()
+    docker: Docker = Docker()
     k8s: K8s | None = None
 
     @property
@@ -251,7 +262,7 @@ def _names_in(rows: Any) -> set[Any]:
 
 
 def _fields(where: list[Any]) -> list[str]:
-    parts: dict[str, list[type[_Part]]] = {"tunnel": [Local, Ssh], "slurm": [Slurm], "k8s": [K8s]}
+    parts: dict[str, list[type[_Part]]] = {"tunnel": [Local, Ssh], "slurm": [Slurm], "docker": [Docker], "k8s": [K8s]}
     kinds = parts.get(str(where[0]), []) if where else [Cluster]
     return sorted({field for kind in kinds for field in kind.model_fields})
 

@@ -72,3 +72,11 @@ def exported(job: Job, cluster: Cluster) -> dict[str, str]:
     if job.accelerator == "gpu" and _SLURM_SETS not in cluster.env:
         given.pop(_SLURM_SETS, None)
     return given
+
+
+def torchrun(job: Job, python: str) -> list[str]:
+    """Starts all ranks of one node; for several nodes PET_* variables say which node it is and where they meet."""
+    words = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(job.devices)]
+    if job.num_nodes == 1:
+        words.append("--standalone")
+    return [*words, "--max-restarts", "0", *job.rank_command[1:]]

@@ -21,7 +21,9 @@ GOLDENS = ROOT / "tests" / "goldens" / "cluster"
 def test_script_is_the_recorded_one(name: str) -> None:
     cluster = load(ROOT / "docs" / "clusters" / f"{name}.yaml")
     if cluster.workdir is None:
-        cluster = cluster.model_copy(update={"workdir": "/home/me/qwen25", "python": "/home/me/qwen25/.venv/bin/python"})
+        cluster = cluster.model_copy(
+            update={"workdir": "/home/me/qwen25", "python": "/home/me/qwen25/.venv/bin/python"}
+        )
     script = render(job(cluster, num_nodes=2, devices=8), cluster, "runs/my-run/slurm")
     golden = GOLDENS / f"{name}.sbatch"
     if os.environ.get("UPDATE_GOLDENS"):
