@@ -1,8 +1,9 @@
-"""Ctrl-C: finish the step, save, stop. A second Ctrl-C stops at once."""
+"""Ctrl-C, or a scheduler's SIGTERM: finish the step, save, stop. A second one stops at once."""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from runtime import shield
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 log = logging.getLogger("launch")
 
 
@@ -18,34 +22,50 @@ class Interrupted(Exception):  # noqa: N818 - it is an outcome, not an error
 
 
 class StopOnInterrupt(pl.Callback):
-    """SIGINT ends training after the current step, with a checkpoint (every rank agrees on the step)."""
+    """SIGINT or SIGTERM ends training after the current step, with a checkpoint (every rank agrees on the step)."""
 
     def __init__(self) -> None:
         self.asked = False
-        self._previous: Any = None
+        self._owner = os.getpid()
+        self._previous: dict[signal.Signals, Any] = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and os.getpid() != self._owner:  # a forked helper, which its parent ends
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         if self.asked:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
         self.asked = True
-        log.warning("Ctrl-C: finishing this step and saving; press again to stop at once")
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        log.warning("%s: finishing this step and saving; once more stops at once", name)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._owner = os.getpid()
+        self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self.asked and shield.asked():
+            log.warning("SIGTERM from the scheduler: saving, then stopping")
+            self.asked = True
         asked = self.asked
         if trainer.world_size > 1:
             asked = trainer.strategy.reduce_boolean_decision(asked, all=False)
         if asked:
+            self.asked = True  # also where another rank was asked
             trainer.should_stop = True
             trainer.limit_val_batches = 0
 
+    def _restore(self) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous if previous is not None else signal.SIG_DFL)
+        self._previous = {}
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signal.signal(signal.SIGINT, self._previous or signal.default_int_handler)
+        self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        signal.signal(signal.SIGINT, self._previous or signal.default_int_handler)
+        self._restore()
         if torch.distributed.is_initialized() and isinstance(exception, KeyboardInterrupt):
             log.warning("stopped at once: steps since the last checkpoint are lost")
