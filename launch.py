@@ -19,7 +19,7 @@ app.add_typer(convert, name="convert")
 def main() -> None:
     """Continue pretraining Qwen2.5-0.5B with NeMo 2.0.
 
-    Train: python launch.py --recipe NAME [--name RUN] [--resume] [--dryrun] [--env SET] [path=value ...]
+    Train: python launch.py --recipe NAME [--name RUN] [--resume] [--dryrun] [--devices N] [path=value ...]
     """
 
 
@@ -27,19 +27,27 @@ def main() -> None:
 def train(
     recipe: Annotated[str, typer.Option(help="A name that `launch.py recipes` lists.")],
     overrides: Annotated[Optional[list[str]], typer.Argument(help="path=value in NeMo-Run syntax.")] = None,
-    executor: Annotated[str, typer.Option(help="Where it runs.")] = "direct",
+    executor: Annotated[
+        Optional[str], typer.Option(help="direct, local, mpirun, docker, slurm, k8s; default: direct, local for many.")
+    ] = None,
+    devices: Annotated[Optional[int], typer.Option(help="Ranks per node: trainer.devices.")] = None,
+    nodes: Annotated[Optional[int], typer.Option(help="Nodes: trainer.num_nodes.")] = None,
+    cluster: Annotated[Optional[str], typer.Option(help="Cluster file, for slurm, k8s and docker.")] = None,
     env: Annotated[Optional[str], typer.Option(help="Environment set; default: the recipe's.")] = None,
     name: Annotated[Optional[str], typer.Option(help="Run directory runs/NAME; default: the recipe's name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Print the resolved YAML; train nothing.")] = False,
 ) -> None:
     """Train a recipe (the default command: the word `train` can be left out)."""
+    from dataclasses import replace
+
     from runtime.execute import launch
     from runtime.spec import RunSpec
 
-    words = tuple(overrides or ())
-    spec = RunSpec(recipe=recipe, executor=executor, env=env, name=name, resume=resume, dryrun=dryrun, overrides=words)
-    raise typer.Exit(launch(spec))
+    flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
+    words = [f"{path}={number}" for path, number in flags if number is not None] + (overrides or [])
+    spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=tuple(words))
+    raise typer.Exit(launch(replace(spec, resume=resume, dryrun=dryrun)))
 
 
 @app.command()
@@ -174,6 +182,21 @@ def passport(
     found.save()
     Console().print(found.table())
     raise typer.Exit(found.exit_code(strict))
+
+
+@app.command()
+def doctor(
+    devices: Annotated[Optional[int], typer.Option(help="Ranks a run is to have; default: the GPUs here.")] = None,
+    write: Annotated[Optional[Path], typer.Option(help="Write the smallest environment that works, for --env.")] = None,
+    every: Annotated[
+        bool, typer.Option("--every", help="Try all ways, not only down to the first that works.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Check this machine, and find the way its ranks can talk to each other (under a minute)."""
+    from ops.doctor import doctor as check
+
+    raise typer.Exit(check(devices, write, every=every, as_json=json))
 
 
 @app.command(name="env")

@@ -19,17 +19,17 @@ from runtime.rundir import RunDir
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def check(plan: Plan, run: RunDir) -> list[Finding]:
-    """Everything that can be known to be wrong before NeMo is imported."""
-    checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [
-        _packages,
-        _accelerator,
-        _numbers,
-        _schedule,
-        corpus,
-        base,
-        _disk,
-    ]
+def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -> list[Finding]:
+    """Everything that can be known to be wrong before NeMo is imported.
+
+    Args:
+        machine: this is the machine that trains.
+        data: the corpora and the disk of the run are seen from here.
+    """
+    checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [_packages]
+    checks += [_accelerator] if machine else []
+    checks += [_numbers, _schedule]
+    checks += [corpus, base, _disk] if data else []
     return [finding for one in checks for finding in one(plan, run)]
 
 

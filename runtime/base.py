@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,10 +26,11 @@ log = logging.getLogger("launch")
 IMPORTED = Path("models/imported")  # base models in NeMo form, one folder a fingerprint
 
 
-def start_from_base(partial: run.Partial, folder: RunDir, plan: Plan) -> None:
+def start_from_base(partial: run.Partial, folder: RunDir, plan: Plan, *, write: bool = True) -> None:
     """Import the base model (once), check its shape, and have its weights restored with a fresh optimizer.
 
-    Writes base.json.
+    Args:
+        write: write base.json (one rank of a run does).
 
     Raises:
         UserError: the base cannot be imported, or its shape or tokenizer is not the recipe's and the corpora's.
@@ -37,16 +41,28 @@ def start_from_base(partial: run.Partial, folder: RunDir, plan: Plan) -> None:
     from ops import convert
 
     base = partial.resume.base
-    checkpoint = convert.ensure_imported(base, IMPORTED)
+    with _one_at_a_time(IMPORTED):
+        checkpoint = convert.ensure_imported(base, IMPORTED)
     log.info("base: %s, imported as %s", base, checkpoint)
     _same_shape(plan, base, convert.facts(checkpoint))
     _same_tokenizer(plan, base, checkpoint)
     partial.resume.restore_config = run.Config(
         nl.RestoreConfig, path=str(checkpoint), load_optim_state=False, load_artifacts=False
     )
+    if not write:
+        return
     folder.path.mkdir(parents=True, exist_ok=True)
     row = {"source": base, "checkpoint": str(checkpoint), "fingerprint": checkpoint.name}
     folder.base.write_text(json.dumps(row, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """One rank imports, the others wait and find it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _same_shape(plan: Plan, base: str, found: Architecture) -> None:

@@ -1,93 +1,169 @@
-"""From a RunSpec to a finished run: resolve, set the environment, check, write, train."""
+"""From a RunSpec to a started run: resolve, set the environment, check, write, hand over to an executor."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from data.blend import chosen
-from data.manifest import FILE_NAME
 from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
-from runtime import env, logs, resume, rundir
-from runtime.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, ProjectError, UserError
+from runtime import build, env, executors, logs, place, rundir
+from runtime.errors import EXIT_PREFLIGHT, UserError
+from runtime.executors import HERE, Job
 from runtime.rundir import RunDir
 from runtime.spec import RunSpec
 
 if TYPE_CHECKING:
     import nemo_run as run
 
+    from runtime.cluster import Cluster
+
 log = logging.getLogger("launch")
-EXECUTORS = ("direct",)
 
 
 def launch(spec: RunSpec) -> int:
     """Do what the spec says.
 
     Returns:
-        the exit code: 0, 3 after a failed preflight, 130 after Ctrl-C.
+        the exit code: 0, 3 after a failed preflight, 130 after Ctrl-C, the first failing rank's own.
 
     Raises:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.console()
-    if spec.executor not in EXECUTORS:
-        raise UserError(
-            f"unknown executor {spec.executor!r}",
-            expected="one of " + ", ".join(EXECUTORS),
-            found=repr(spec.executor),
-            do="--executor direct",
-        )
-    recipe = registry.resolve(spec.recipe)
-    plan = overrides.early(recipe.plan, spec.overrides)
+    spec = _complete(spec)
+    plan = _plan(spec)
+    submit = executors.resolve(spec.executor or "direct")
+    cluster = _cluster(spec)
     folder = rundir.choose(spec)
-    settings = env.apply(spec.env or plan.env, os.environ)
+    spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
+    if spec.executor == "direct" and (dropped := place.alone(os.environ)):
+        log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
+    before = dict(os.environ)
+    settings = env.apply(spec.env or plan.env, os.environ, plan)
+    if spec.executor == "direct" and not spec.dryrun:
+        env.restart_with_preloads(settings, before)
     _tell(spec, plan, folder, settings)
-    if not _preflight(plan, folder) and not spec.dryrun:
+    if not _preflight(plan, folder, spec) and not spec.dryrun:
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
-        partial = recipe()
-        from recipes import machine
-
-        logs.quiet_nemo()
-        for line in machine.adapt(partial):
-            log.info("this machine: %s", line)
-        for line in overrides.apply(partial, spec.overrides):
-            log.info("override %s", line)
-        resolved = plan.as_resolved(partial)
-        if resolved != plan and not _preflight(resolved, folder) and not spec.dryrun:
+        built = build.build(spec, folder, here=spec.executor in HERE)
+        for line in built.lines:
+            log.info("%s", line)
+        if built.plan != plan and not _preflight(built.plan, folder, spec) and not spec.dryrun:
             return EXIT_PREFLIGHT
-        _attach(partial, folder)
-        text = _yaml(partial)
-        if spec.resume:
-            text = _resume(partial, folder, text, resolved, spec)
-        elif partial.resume.base and not spec.dryrun:
-            text = _start(partial, folder, resolved)
-        if spec.resume and spec.dryrun:
-            stdout.write(text)
-            return 0
-        folder.write(spec, text, settings, [sys.executable, *sys.argv])
-        if resolved.blend is not None and not spec.dryrun:
-            _plan_blend(resolved, folder)
-        folder.data.write_text(json.dumps(_manifests(partial)) + "\n")
+        text = _write(spec, built, folder, settings)
         if spec.dryrun:
-            _picture(partial, folder)
-            log.info("dry run: wrote %s, trained nothing", folder.path)
+            _picture(built.partial, folder)
             stdout.write(text)
-            return 0
-    return _direct(partial, folder, spec)
+    return submit(_job(spec, built.plan, folder, settings, cluster))
+
+
+def _complete(spec: RunSpec) -> RunSpec:
+    """The spec with what the user left open: the executor, and a micro batch that fits the replicas.
+
+    Raises:
+        UserError: several ranks for `direct`, or several nodes and nobody to start them.
+    """
+    plan = _plan(spec)
+    ranks = plan.devices * plan.num_nodes
+    if spec.executor is None:
+        name = "direct" if ranks == 1 else "local"
+        log.info("executor %s: the recipe has %d rank(s)", name, ranks)
+        spec = dataclasses.replace(spec, executor=name)
+    executors.check(spec.executor or "")
+    if spec.executor == "direct" and ranks > 1:
+        raise UserError(
+            "direct is one process",
+            expected="trainer.devices=1 trainer.num_nodes=1",
+            found=f"{plan.num_nodes} node(s) x {plan.devices} device(s)",
+            do="--executor local" if plan.num_nodes == 1 else "--executor slurm --cluster FILE",
+        )
+    if spec.executor == "local" and plan.num_nodes > 1:
+        raise UserError(
+            "local is one machine",
+            expected="trainer.num_nodes=1",
+            found=f"{plan.num_nodes} nodes",
+            do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
+        )
+    return spec if _fits(plan) else _smaller_micro_batch(spec, plan)
+
+
+def _fits(plan: Plan) -> bool:
+    share = plan.micro_batch_size * plan.data_parallel
+    return share < 1 or plan.global_batch_size % share == 0 or plan.global_batch_size % max(1, plan.data_parallel) != 0
+
+
+def _smaller_micro_batch(spec: RunSpec, plan: Plan) -> RunSpec:
+    """The global batch is what is trained; how many of its samples a rank takes at once only has to fit."""
+    if plan.data_parallel == 1 or any(overrides.split(w)[0] == "data.micro_batch_size" for w in spec.overrides):
+        return spec  # the user's own number: preflight says what is wrong with it
+    per_replica = plan.global_batch_size // plan.data_parallel
+    size = max(n for n in range(1, plan.micro_batch_size + 1) if per_replica % n == 0)
+    log.info(
+        "data.micro_batch_size: %d -> %d samples, the most that divides the %d of a replica (global batch %d / %d)",
+        *(plan.micro_batch_size, size, per_replica, plan.global_batch_size, plan.data_parallel),
+    )
+    return dataclasses.replace(spec, overrides=(*spec.overrides, f"data.micro_batch_size={size}"))
+
+
+def _plan(spec: RunSpec) -> Plan:
+    return overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
+
+
+def _cluster(spec: RunSpec) -> Cluster | None:
+    if spec.cluster is None:
+        return None
+    from pathlib import Path
+
+    from runtime import cluster
+
+    return cluster.load(Path(spec.cluster))
+
+
+def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting], cluster: Cluster | None) -> Job:
+    return Job(
+        folder=folder,
+        logs=folder.attempt(spec.attempt),
+        env={setting.key: setting.value for setting in settings},
+        devices=plan.devices,
+        num_nodes=plan.num_nodes,
+        accelerator=plan.accelerator,
+        cluster=cluster,
+        dryrun=spec.dryrun,
+        rank_command=("python", "-m", "runtime.rank", str(folder.path)),
+        resume_command=spec.resume_command,
+    )
+
+
+def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[env.Setting]) -> str:
+    """Everything the ranks read; returns the resolved configuration. A dry run of a resume leaves the run alone."""
+    if spec.resume:
+        build.resume_from_newest(built, folder)
+    text = build.to_yaml(built.partial)
+    if spec.resume and spec.dryrun:
+        return text
+    folder.write(spec, text, settings, [sys.executable, *sys.argv])
+    if built.plan.blend is not None and not spec.dryrun:
+        _plan_blend(built.plan, folder)
+    folder.data.write_text(json.dumps(build.manifests(built.partial)) + "\n")
+    if spec.dryrun:
+        log.info("dry run: wrote %s, trained nothing", folder.path)
+    return text
 
 
 def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]) -> None:
     """What will run, where, and every automatically chosen value with its reason."""
     log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
+    log.info("ranks: %d = %d node(s) x %d device(s)", plan.devices * plan.num_nodes, plan.num_nodes, plan.devices)
     log.info("model: %s parameters (%.1fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
     log.info(
         "batch: %d tokens a step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
@@ -114,55 +190,12 @@ def _picture(partial: run.Partial, folder: RunDir) -> None:
         plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
 
 
-def _preflight(plan: Plan, folder: RunDir) -> bool:
-    findings = preflight.check(plan, folder)
+def _preflight(plan: Plan, folder: RunDir, spec: RunSpec) -> bool:
+    """What can be checked from here: elsewhere the machine, and in Kubernetes also the data, check themselves."""
+    findings = preflight.check(plan, folder, machine=spec.executor in HERE, data=spec.executor != "k8s")
     for finding in findings:
         log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
     return not any(finding.fatal for finding in findings)
-
-
-def _attach(partial: run.Partial, folder: RunDir) -> None:
-    """Give the recipe the run directory's paths."""
-    partial.log.explicit_log_dir = str(folder.next_attempt / "nemo")
-    partial.log.ckpt.dirpath = str(folder.checkpoints)
-    partial.log.tensorboard.save_dir = str(folder.path)
-
-
-def _resume(partial: run.Partial, folder: RunDir, text: str, plan: Plan, spec: RunSpec) -> str:
-    """Point the recipe at the newest whole checkpoint, if what changed since allows it.
-
-    Returns:
-        the resolved configuration with the checkpoint in it.
-    """
-    import nemo_run as run
-    import yaml
-    from nemo import lightning as nl
-
-    if not spec.dryrun:
-        for aside in folder.set_aside_unfinished():
-            log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
-    checkpoint = folder.whole_checkpoints()[-1]
-    before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
-    for line in resume.check(before, yaml.safe_load(text), checkpoint):
-        log.info("changed since the checkpoint: %s", line)
-    resume.check_data(folder, _manifests(partial))
-    resume.check_order(before, plan, partial.data.train_steps)
-    partial.resume.resume_from_path = str(checkpoint)
-    if folder.base.exists():  # where the weights came from at first: export takes the model's files from there
-        origin = json.loads(folder.base.read_text())["checkpoint"]
-        partial.resume.restore_config = run.Config(
-            nl.RestoreConfig, path=origin, load_optim_state=False, load_artifacts=False
-        )
-    log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
-    return _yaml(partial)
-
-
-def _start(partial: run.Partial, folder: RunDir, plan: Plan) -> str:
-    """Start from the recipe's base model; returns the resolved configuration with the imported checkpoint in it."""
-    from runtime.base import start_from_base
-
-    start_from_base(partial, folder, plan)
-    return _yaml(partial)
 
 
 def _plan_blend(plan: Plan, folder: RunDir) -> None:
@@ -172,59 +205,6 @@ def _plan_blend(plan: Plan, folder: RunDir) -> None:
     for line in trained.table():
         log.info("blend: %s", line)
     folder.blend.write_text(trained.to_json())
-
-
-def _manifests(partial: run.Partial) -> dict[str, object]:
-    """folder -> manifest.json of every prepared corpus the run reads."""
-    if partial.data.blend is not None:
-        try:
-            folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
-        except ProjectError:  # told by preflight; only a dry run comes here
-            return {}
-    else:
-        folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
-    found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
-    return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
-
-
-def _yaml(partial: run.Partial) -> str:
-    import yaml
-    from nemo_run.core.serialization.yaml import YamlSerializer
-
-    def name_of(dumper: yaml.SafeDumper, kind: type) -> yaml.Node:
-        return dumper.represent_data({"_target_": f"{kind.__module__}.{kind.__qualname__}", "_call_": False})
-
-    yaml.SafeDumper.add_multi_representer(type, name_of)  # NeMo-Run writes functions this way, but no classes
-    return str(YamlSerializer().serialize(partial))
-
-
-def _direct(partial: run.Partial, folder: RunDir, spec: RunSpec) -> int:
-    """Train in this process."""
-    import nemo_run as run
-
-    from runtime.interrupt import Interrupted
-
-    logs.to_file(folder.next_attempt)
-    how_to_resume = f"python launch.py --recipe {spec.recipe} --name {folder.name} --resume"
-    try:
-        run.run(partial, direct=True)
-    except SystemExit as stop:  # Lightning's way out of a Ctrl-C inside a step
-        if not isinstance(stop.__context__, KeyboardInterrupt):
-            raise
-        return _interrupted(folder, how_to_resume)
-    except (Interrupted, KeyboardInterrupt):
-        return _interrupted(folder, how_to_resume)
-    log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
-    log.info("logs:       %s", folder.attempts[-1])
-    log.info("metrics:    %s", folder.metrics)
-    log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
-    return 0
-
-
-def _interrupted(folder: RunDir, how_to_resume: str) -> int:
-    whole = folder.whole_checkpoints()
-    log.warning("stopped by Ctrl-C; %s", f"resume with: {how_to_resume}" if whole else "there is no checkpoint yet")
-    return EXIT_INTERRUPTED
 
 
 @contextlib.contextmanager

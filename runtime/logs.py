@@ -23,23 +23,32 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
     def stream(self, _: TextIO) -> None: ...
 
 
-def console() -> None:
-    """Our own log lines, and other libraries' errors, on standard error."""
-    handler = _Console()
-    handler.setFormatter(logging.Formatter(FORMAT))
-    handler.addFilter(lambda record: record.name.startswith("launch") or record.levelno >= logging.ERROR)
+def console(rank: int = 0, copy: Path | None = None) -> None:
+    """Our own log lines, and other libraries' errors, on standard error.
+
+    Args:
+        rank: of the ranks of a run only rank 0 speaks; the others are heard when they fail.
+        copy: a file that gets rank 0's lines too, for a launcher to show.
+    """
+    handlers: list[logging.Handler] = [_Console()]
+    if copy is not None and rank == 0:
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(copy))
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(FORMAT if rank == 0 else f"rank {rank}: {FORMAT}"))
+        handler.addFilter(lambda r: r.levelno >= logging.ERROR or (rank == 0 and r.name.startswith("launch")))
     root = logging.getLogger()
-    root.handlers = [handler]
+    root.handlers = handlers
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
     # torch warns about the package name pynvml in every process that a checkpoint save starts
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
-def to_file(folder: Path) -> None:
-    """Every library's lines from now on in folder/launch.log."""
+def to_file(folder: Path, rank: int = 0) -> None:
+    """Every library's lines from now on in folder/rank-R.log."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "launch.log")
+    handler = logging.FileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
 

@@ -1,6 +1,6 @@
 """runs/NAME: the one place that knows where a run keeps what.
 
-written before the run: config.yaml env.json command.txt version.txt data.json base.json blend.json
+written before the run: spec.json config.yaml env.json command.txt version.txt data.json base.json blend.json
 during: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/; after: export.json report.html
 """
 
@@ -26,6 +26,7 @@ class RunDir:
 
     def __init__(self, name: str, root: Path = RUNS) -> None:
         self.name, self.path = name, root / name
+        self.spec_file = self.path / "spec.json"
         self.config = self.path / "config.yaml"
         self.env = self.path / "env.json"
         self.command = self.path / "command.txt"
@@ -50,9 +51,28 @@ class RunDir:
     def attempts(self) -> list[Path]:
         return sorted(self.logs.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
 
+    def attempt(self, number: int) -> Path:
+        """The log folder of the attempt with this number, from 1."""
+        return self.logs / f"attempt-{number}"
+
     @property
     def next_attempt(self) -> Path:
-        return self.logs / f"attempt-{len(self.attempts) + 1}"
+        return self.attempt(len(self.attempts) + 1)
+
+    def spec(self) -> RunSpec:
+        """What the launcher was asked for.
+
+        Raises:
+            UserError: the run was never written.
+        """
+        if not self.spec_file.is_file():
+            raise UserError(
+                f"no run is written in {self.path}",
+                expected=str(self.spec_file),
+                found="no such file",
+                do="python launch.py --recipe NAME --executor mpirun --dryrun writes it, and prints what to start",
+            )
+        return RunSpec.from_json(self.spec_file.read_text())
 
     @property
     def used(self) -> bool:
@@ -64,7 +84,8 @@ class RunDir:
         found = [
             folder
             for folder in self.checkpoints.glob("step-*")
-            if (folder / "weights" / "metadata.json").is_file() and not _marker(folder).exists()
+            # in this order: `set_aside_unfinished` on another rank renames the folder before its marker goes
+            if not _marker(folder).exists() and (folder / "weights" / "metadata.json").is_file()
         ]
         return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
 
@@ -89,6 +110,7 @@ class RunDir:
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
         """Everything needed to know, and repeat, what was run."""
         self.path.mkdir(parents=True, exist_ok=True)
+        self.spec_file.write_text(spec.to_json())
         self.config.write_text(config)
         self.env.write_text(json.dumps([asdict(s) for s in settings], indent=1) + "\n")
         self.command.write_text(shlex.join(argv) + "\n")

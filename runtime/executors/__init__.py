@@ -60,9 +60,8 @@ class Job:
         return self.devices * self.num_nodes
 
 
-def resolve(name: str) -> Callable[[Job], int]:
-    """The executor's `submit`.
-
+def check(name: str) -> None:
+    """
     Raises:
         UserError: no such executor.
     """
@@ -74,6 +73,10 @@ def resolve(name: str) -> Callable[[Job], int]:
             found=repr(name),
             do=f"did you mean --executor {near[0]}?" if near else "--executor direct",
         )
+
+
+def resolve(name: str) -> Callable[[Job], int]:
+    """The executor's `submit`."""
     module, function = EXECUTORS[name].split(":")
     submit: Callable[[Job], int] = getattr(importlib.import_module(module), function)
     return submit

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from recipes import overrides, registry
-from runtime import execute
+from runtime import build
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ def partials() -> dict[str, Any]:
 def test_golden(name: str, partials: dict[str, Any]) -> None:
     """Changed on purpose? `UPDATE_GOLDENS=1 pytest tests/config` writes them anew: read the diff."""
     golden = GOLDENS / f"{name}.yaml"
-    found = execute._yaml(partials[name])
+    found = build.to_yaml(partials[name])
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text(found)
     assert found == golden.read_text()
@@ -103,7 +103,7 @@ def test_wrong_overrides(word: str, hint: str, partials: dict[str, Any]) -> None
     with pytest.raises(UserError) as error:
         overrides.apply(recipe, (word,))
     assert hint in error.value.do
-    assert execute._yaml(recipe) == execute._yaml(partials["qwen25_tiny"])
+    assert build.to_yaml(recipe) == build.to_yaml(partials["qwen25_tiny"])
 
 
 def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:

@@ -115,12 +115,12 @@ def test_written_read_and_overridden() -> None:
     import yaml
 
     from recipes import overrides, profiles, registry
-    from runtime import execute
+    from runtime import build
     from runtime.errors import UserError
 
     for name in profiles.PROFILES:
         recipe = profiles.with_profile(registry.resolve("qwen25_tiny")(), name, 400)
-        slot = yaml.safe_load(execute._yaml(recipe))["optim"]["lr_scheduler"]
+        slot = yaml.safe_load(build.to_yaml(recipe))["optim"]["lr_scheduler"]
         assert slot.pop("_target_") == "recipes.lr.StepSchedule" and slot == profiles.parameters(name, 400)
         plan = registry.resolve("qwen25_tiny").plan.as_resolved(recipe)
         found = {"max_steps": 400, "warmup_steps": plan.warmup_steps, "max_lr": plan.max_lr, "min_lr": plan.min_lr}
