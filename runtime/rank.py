@@ -14,7 +14,7 @@ from pathlib import Path
 
 from recipes import overrides, registry
 from recipes.plan import Plan
-from runtime import build, logs, place, states
+from runtime import build, logs, place, shield, states
 from runtime.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from runtime.executors import HERE
 from runtime.place import Place
@@ -171,6 +171,8 @@ def main(argv: list[str]) -> int:
     path = Path(argv[0])
     folder = RunDir(path.name, path.parent)
     try:
+        if folder.spec().executor == "slurm":
+            shield.raise_()
         where = _settle(folder)
         logs.console(where.rank, folder.attempt(folder.spec().attempt + where.restarts) / "console.log")
         return train(folder, where)
@@ -179,6 +181,8 @@ def main(argv: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    finally:
+        shield.end_children()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nemo_run.core.execution.slurm import SlurmBatchRequest, SlurmExecutor
 
 log = logging.getLogger("launch")
+_CODE = Path(__file__).resolve().parents[2]  # the launcher's own checkout: ranks started elsewhere run the same
 
 
 def render(job: Job, cluster: Cluster, target: str) -> str:
@@ -107,6 +108,8 @@ def _setup(job: Job, cluster: Cluster) -> str:
     first = int(job.logs.name.rsplit("-", 1)[-1])
     attempts = shlex.quote(f"{job.folder.path}/logs/attempt-")
     lines = [f"export {name}={shlex.quote(value)}" for name, value in exported(job, cluster).items()]
+    if cluster.workdir is None and workdir_of(cluster) != str(_CODE):
+        lines.append(f"export PYTHONPATH={shlex.quote(str(_CODE))}${{PYTHONPATH:+:$PYTHONPATH}}")
     lines += [
         "# the address by which Slurm itself reaches the first node, and a port of this job's own",
         'MASTER_ADDR=$(scontrol --oneliner show node "$head_node" | sed -n "s/.* NodeAddr=\\([^ ]*\\) .*/\\1/p")',
