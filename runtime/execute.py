@@ -48,17 +48,17 @@ def launch(spec: RunSpec) -> int:
     if spec.executor == "direct" and (dropped := place.alone(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
     before = dict(os.environ)
-    settings = env.apply(spec.env or plan.env, os.environ, plan)
+    settings = env.apply(_env_name(spec.env or plan.env, cluster), os.environ, plan)
     if spec.executor == "direct" and not spec.dryrun:
         env.restart_with_preloads(settings, before)
     _tell(spec, plan, folder, settings)
-    if not _preflight(plan, folder, spec) and not spec.dryrun:
+    if not _preflight(plan, folder, spec, cluster) and not spec.dryrun:
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
         built = build.build(spec, folder, here=spec.executor in HERE)
         for line in built.lines:
             log.info("%s", line)
-        if built.plan != plan and not _preflight(built.plan, folder, spec) and not spec.dryrun:
+        if built.plan != plan and not _preflight(built.plan, folder, spec, cluster) and not spec.dryrun:
             return EXIT_PREFLIGHT
         text = _write(spec, built, folder, settings)
         if spec.dryrun:
@@ -129,6 +129,16 @@ def _cluster(spec: RunSpec) -> Cluster | None:
     return cluster.load(Path(spec.cluster))
 
 
+def _env_name(name: str, cluster: Cluster | None) -> str:
+    """The environment set with the layers that the cluster file adds; a tier in `name` wins."""
+    layers = name.split("+")
+    for layer in cluster.env_layers if cluster else ():
+        if layer not in layers and not (layer in env.TIERS and set(layers) & set(env.TIERS)):
+            log.info("env: %s is added (the cluster file's)", layer)
+            layers.append(layer)
+    return "+".join(layers)
+
+
 def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting], cluster: Cluster | None) -> Job:
     return Job(
         folder=folder,
@@ -190,9 +200,12 @@ def _picture(partial: run.Partial, folder: RunDir) -> None:
         plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
 
 
-def _preflight(plan: Plan, folder: RunDir, spec: RunSpec) -> bool:
-    """What can be checked from here: elsewhere the machine, and in Kubernetes also the data, check themselves."""
-    findings = preflight.check(plan, folder, machine=spec.executor in HERE, data=spec.executor != "k8s")
+def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> bool:
+    """What can be checked from here: elsewhere the machine, and in Kubernetes or over ssh also the data, check
+    themselves.
+    """
+    far = spec.executor == "k8s" or (cluster is not None and cluster.tunnel.kind == "ssh")
+    findings = preflight.check(plan, folder, machine=spec.executor in HERE, data=not far)
     for finding in findings:
         log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
     return not any(finding.fatal for finding in findings)

@@ -190,7 +190,9 @@ def _follow(container: Any, own: Path, job: Job) -> int:
                 container.remove(force=True)
                 return EXIT_INTERRUPTED
             asked = True
-            container.exec_run(["bash", "-c", f'kill -INT "$(cat {_OWN}/pid)"'])
+            # the ranks themselves: torchrun would give them 30 s and then kill them in a save
+            ranks = [str(state.pid) for state in states.read(job.logs) if state.state == states.RUNNING]
+            container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_OWN}/pid)'}"])
     return _end(own, job, asked)
 
 

@@ -115,9 +115,10 @@ def test_ctrl_c_leaves_the_job_and_scancel_ends_it(slurm: Slurm, sample: Path, t
     assert "JobState=CANCELLED" in slurm("scontrol", "--oneliner", "show", "job", job)
 
 
-def test_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
-    done = _launch(slurm, tmp_path, _command(tmp_path, sample, "--name", "none", cluster="partition: nowhere\n"))
+def test_the_tier_is_added_and_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
+    done = _launch(slurm, tmp_path, _command(tmp_path, sample, "--name", "none", cluster="partition: nowhere\ntier: dev\n"))
     assert done.returncode == 2
+    assert "env: dev is added (the cluster file's)" in done.stderr and "NCCL_DEBUG=" in done.stderr
     assert "Slurm refused the job" in done.stderr and "invalid partition" in done.stderr
 
 
