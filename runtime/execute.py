@@ -16,6 +16,7 @@ from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
 from runtime import build, env, executors, logs, place, rundir
+from runtime.env_sets import TIERS
 from runtime.errors import EXIT_PREFLIGHT, UserError
 from runtime.executors import HERE, Job
 from runtime.rundir import RunDir
@@ -133,7 +134,7 @@ def _env_name(name: str, cluster: Cluster | None) -> str:
     """The environment set with the layers that the cluster file adds; a tier in `name` wins."""
     layers = name.split("+")
     for layer in cluster.env_layers if cluster else ():
-        if layer not in layers and not (layer in env.TIERS and set(layers) & set(env.TIERS)):
+        if layer not in layers and not (layer in TIERS and set(layers) & set(TIERS)):
             log.info("env: %s is added (the cluster file's)", layer)
             layers.append(layer)
     return "+".join(layers)
