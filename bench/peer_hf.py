@@ -20,7 +20,7 @@ from bench.throughput import arguments, finish, your_turn
 
 def main() -> None:
     """Train the peer and print its figures."""
-    args = arguments(__doc__ or "").parse_args()
+    args = arguments(__doc__ or "").parse_intermixed_args()
     from recipes import overrides, registry
 
     plan = overrides.early(registry.resolve(args.recipe).plan, args.overrides)

@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--env", help="environment set; default: the recipe's")
     parser.add_argument("--plain", action="store_true", help="stock NeMo and Megatron, no lever")
     parser.add_argument("--profile", help="write a kernel table of three more steps to this file")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     from recipes import overrides, registry
     from runtime import env
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any, TextIO
 
 
-def measure(commands: list[list[str]], log: TextIO, at_once: int = 6) -> list[dict[str, Any]]:
+def measure(
+    commands: list[list[str]], log: TextIO, paths: list[str | None] | None = None, at_once: int = 6
+) -> list[dict[str, Any]]:
     """Run each command (a bench that understands --wait) and return the JSON objects that they print, in order.
 
     A command that fails gives {"error": the end of what it said}; the others go on.
@@ -16,23 +19,26 @@ def measure(commands: list[list[str]], log: TextIO, at_once: int = 6) -> list[di
     Args:
         commands: arguments after `python -m`.
         log: gets everybody's standard error.
+        paths: a PYTHONPATH for each, where it is not ours.
         at_once: processes that import while another measures.
     """
     running: list[subprocess.Popen[str]] = []
     results = []
     for index, _ in enumerate(commands):
         while len(running) < min(len(commands), index + at_once):
-            running.append(_start(commands[len(running)], log))
+            path = paths[len(running)] if paths else None
+            running.append(_start(commands[len(running)], log, path))
         results.append(_turn(running[index]))
     return results
 
 
-def _start(command: list[str], log: TextIO) -> subprocess.Popen[str]:
+def _start(command: list[str], log: TextIO, path: str | None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", *command, "--wait"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
+        env={**os.environ, "PYTHONPATH": path} if path is not None else None,
         text=True,
         bufsize=1,
     )

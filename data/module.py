@@ -187,6 +187,10 @@ class TokenCount:
 TOKENS = TokenCount()
 
 
+class Ready(dict[str, Optional[torch.Tensor]]):
+    """A batch that `data_step` has counted and moved already: it is handed on as it is."""
+
+
 def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
     """NeMo's data step, with the unmasked tokens of training batches counted while still on the host.
 
@@ -196,8 +200,9 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
     """
     item = next(dataloader_iter)
     batch = item[0] if isinstance(item, tuple) else item
-    mask = batch.get("loss_mask")
-    if torch.is_grad_enabled() and mask is not None and not mask.is_cuda:
+    if isinstance(batch, Ready):
+        return batch
+    if torch.is_grad_enabled() and batch.get("loss_mask") is not None:
         TOKENS.add(batch)
     out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
     out.setdefault("attention_mask", None)

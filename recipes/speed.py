@@ -25,12 +25,12 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         ("model.config.bias_activation_fusion", True, "SwiGLU in one kernel"),
         ("model.config.bias_dropout_fusion", True, "the residual addition in one kernel"),
         ("speed.sync_free_loss", True, "no wait for the GPU in each micro batch"),
+        ("speed.sync_free_log", True, "no wait for the GPU for numbers that are not written"),
+        ("speed.fused_qkv", True, "query, key and value split and rotated in one pass"),
         ("speed.device_step", True, "clipping, AdamW and the NaN check without a wait for the GPU"),
         ("speed.gc_interval", 100, "steps; Python collects garbage when it suits the run, not in mid-step"),
         ("trainer.strategy.ddp.check_for_nan_in_grad", False, "speed.device_step keeps that watch on the GPU"),
     ]
-    if HAVE_TE:
-        found.append(("model.config.apply_rope_fusion", True, "rotary embedding in one kernel"))
     if HAVE_TE and _te_version() >= TE_LOSS:
         found.append(("model.config.cross_entropy_fusion_impl", "te", "Transformer Engine's loss where ours is off"))
     if wgrad.available():

@@ -7,11 +7,15 @@ import logging
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from nemo.utils.get_rank import is_global_rank_zero
 
-from data.module import data_step
+from runtime.fast import lm_head, qkv, wgrad
+from runtime.fast.graph import GraphedSchedule
+from runtime.fast.loss import SyncFreeLossReduction
+from runtime.fast.optimizer import DeviceStep
 
 log = logging.getLogger("launch")
 
@@ -21,8 +25,11 @@ class Speed(pl.Callback):
 
     Args:
         sync_free_loss: the masked mean loss stays on the device (runtime/fast/loss.py).
+        sync_free_log: Lightning gets a plain number only in the steps whose logs are written; each costs a wait for the
+            GPU, and NeMo logs four a step.
         fused_lm_head: output layer and cross-entropy in one function (runtime/fast/lm_head.py); needs tensor and
             pipeline parallel size 1.
+        fused_qkv: the QKV projection's output is split and rotated in one pass (runtime/fast/qkv.py).
         device_step: gradient clipping, AdamW and the check for NaN without a host sync (runtime/fast/optimizer.py).
         cuda_graph: a micro batch is captured once and replayed (runtime/fast/graph.py); needs `trainer.strategy.
             use_te_rng_tracker` under Transformer Engine, and pipeline parallel size 1.
@@ -32,58 +39,53 @@ class Speed(pl.Callback):
     def __init__(
         self,
         sync_free_loss: bool = False,
+        sync_free_log: bool = False,
         fused_lm_head: bool = False,
+        fused_qkv: bool = False,
         device_step: bool = False,
         cuda_graph: bool = False,
         gc_interval: int = 0,
     ) -> None:
-        self.sync_free_loss, self.fused_lm_head, self.device_step = sync_free_loss, fused_lm_head, device_step
-        self.cuda_graph, self.gc_interval = cuda_graph, gc_interval
+        self.sync_free_loss, self.sync_free_log = sync_free_loss, sync_free_log
+        self.fused_lm_head, self.device_step = fused_lm_head, device_step
+        self.fused_qkv, self.cuda_graph, self.gc_interval = fused_qkv, cuda_graph, gc_interval
         self._step: Any = None
         self._schedule: Any = None
 
     def before_build(self, model: Any) -> None:
         """What must be there before the model is built."""
-        from runtime.fast import wgrad
-
         if model.config.gradient_accumulation_fusion:
             wgrad.stand_in_for_apex()
         if self.sync_free_loss:
-            from runtime.fast.loss import SyncFreeLossReduction
-
             model._training_loss_reduction = SyncFreeLossReduction()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bind to the built model and optimizer."""
-        if self.fused_lm_head and _alone("fused_lm_head"):
-            from runtime.fast import lm_head
-
-            for module in trainer.strategy.megatron_parallel:
-                lm_head.bind(_gpt(module), bool(pl_module.config.gradient_accumulation_fusion))
+        config = pl_module.config
+        for model in map(_gpt, trainer.strategy.megatron_parallel):
+            if self.fused_lm_head and _alone("fused_lm_head"):
+                lm_head.bind(model, bool(config.gradient_accumulation_fusion))
+            if self.fused_qkv and not _off("fused_qkv", qkv.unfit(config)):
+                qkv.bind(model)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.device_step:
-            from runtime.fast.optimizer import DeviceStep
-
             chained = trainer.strategy.optimizers[0].mcore_optimizer
-            problem = DeviceStep.unfit(chained)
-            if problem:
-                log.warning("speed: device_step is off: %s", problem)
-            else:
+            if not _off("device_step", DeviceStep.unfit(chained)):
                 self._step = DeviceStep(chained)
-        if self.cuda_graph and _alone("cuda_graph"):
-            from runtime.fast.graph import GraphedSchedule
-
-            self._schedule = GraphedSchedule(data_step)
+        if self.cuda_graph and not _off("cuda_graph", GraphedSchedule.unfit()):
+            self._schedule = GraphedSchedule()
+        if self.sync_free_log:
+            pl_module.log = _log_tensors_or_at_the_interval(trainer, pl_module.log)
         if self.gc_interval:
             gc.collect()
+            gc.freeze()  # what imports and build left stays: a collection that walks all of it takes 0.5 s
             gc.disable()
 
-    def on_megatron_step_start(self, step: Any) -> Any:
-        """NeMo's hook before each step: MegatronStep.forward_backward_func is the schedule it will call."""
+    def on_megatron_microbatches_start(self, step: Any) -> None:
+        """NeMo's last hook before the schedule runs: `MegatronStep.forward_backward_func`, looked up once a step."""
         if self._schedule is not None and not step.forward_only:
             step.__dict__["forward_backward_func"] = self._schedule
-        return step
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
@@ -99,7 +101,18 @@ class Speed(pl.Callback):
 
     def on_train_end(self, *_: Any) -> None:
         if self.gc_interval:
+            gc.unfreeze()
             gc.enable()
+
+
+def _log_tensors_or_at_the_interval(trainer: pl.Trainer, log_as_usual: Any) -> Any:
+    """`LightningModule.log` without the numbers that nobody would write: Lightning copies each to the GPU and waits."""
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, torch.Tensor) or (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            log_as_usual(name, value, *args, **kwargs)
+
+    return log
 
 
 def _gpt(module: Any) -> Any:
@@ -111,11 +124,14 @@ def _gpt(module: Any) -> Any:
 
 def _alone(lever: str) -> bool:
     """Tensor and pipeline parallel size 1; says so where not."""
-    if (
+    ranks = (
         parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_pipeline_model_parallel_world_size()
-        == 1
-    ):
-        return True
-    if is_global_rank_zero():
-        log.warning("speed: %s is off: it needs tensor and pipeline parallel size 1", lever)
-    return False
+    )
+    return not _off(lever, None if ranks == 1 else "it needs tensor and pipeline parallel size 1")
+
+
+def _off(lever: str, problem: str | None) -> bool:
+    """True, and said, where there is a problem."""
+    if problem and is_global_rank_zero():
+        log.warning("speed: %s is off: %s", lever, problem)
+    return problem is not None

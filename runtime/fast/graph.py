@@ -12,8 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from data.module import Ready, data_step
 
 log = logging.getLogger("launch")
 
@@ -22,8 +26,6 @@ class GraphedSchedule:
     """Stands in for `megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining`.
 
     Args:
-        data_step: takes an iterator of batches, gives dict[str, Tensor on the device | None], each of the same
-            shape every time.
         eager_steps: plain steps before the capture (initialisation, kernel choice, compilation).
 
     With data-parallel ranks the last micro batch of a step stays plain: its backward starts the gradient reduction.
@@ -31,12 +33,21 @@ class GraphedSchedule:
     batches.
     """
 
-    def __init__(self, data_step: Any, eager_steps: int = 2) -> None:
-        self.data_step, self.eager_steps = data_step, eager_steps
+    def __init__(self, eager_steps: int = 2) -> None:
+        self.eager_steps = eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._batch: dict[str, torch.Tensor | None] = {}
+        self._batch = Ready()
         self._row: dict[str, torch.Tensor] = {}
         self._captured_for = 0
+
+    @staticmethod
+    def unfit() -> str | None:
+        """Why this schedule cannot take over, or None."""
+        if not torch.cuda.is_available():
+            return "it needs a GPU"
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        ranks *= parallel_state.get_tensor_model_parallel_world_size()
+        return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"
 
     def __call__(
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any
@@ -44,7 +55,7 @@ class GraphedSchedule:
         """Megatron's schedule protocol; `rest` (sequence length, forward_only ...) goes to the plain schedule."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        plain = 0 if _data_parallel(model) == 1 else 1
+        plain = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1)
         if rest.get("forward_only") or self.eager_steps > 0 or num_microbatches <= plain:
             self.eager_steps -= not rest.get("forward_only")
             rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(
@@ -58,7 +69,7 @@ class GraphedSchedule:
         config, rows = get_model_config(model), []
         with config.no_sync_func() if plain and config.no_sync_func else contextlib.nullcontext():
             for _ in range(num_microbatches - plain):
-                self._fill(self.data_step(iterator))
+                self._fill(data_step(iterator))
                 if self._graph is None or self._captured_for != num_microbatches:
                     self._capture(forward_step_func, model, num_microbatches)
                 self._graph.replay()  # type: ignore[union-attr]
@@ -72,7 +83,7 @@ class GraphedSchedule:
     def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
         """Copy the batch to where the graph reads it."""
         if not self._batch:
-            self._batch = {name: value if value is None else value.clone() for name, value in batch.items()}
+            self._batch = Ready({name: value if value is None else value.clone() for name, value in batch.items()})
         for name, value in batch.items():
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]
@@ -86,6 +97,9 @@ class GraphedSchedule:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
+        for state in get_cuda_rng_tracker().get_states().values():  # attention draws from Megatron's named streams
+            if isinstance(state, torch.Generator):
+                graph.register_generator_state(state)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             (self._row,) = _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
         self._graph, self._captured_for = graph, num_microbatches
@@ -101,12 +115,6 @@ def _micro_batch(
     output, _ = schedules.forward_step(forward_step_func, iterator, model, num_microbatches, None, rows, config)
     schedules.backward_step(None, output, None, schedules.get_model_type(model), config)
     return rows
-
-
-def _data_parallel(model: Any) -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 def _gradients_on(stream: torch.cuda.Stream, model: Any) -> None:

@@ -1,0 +1,168 @@
+"""The fast path computes what the plain path computes, and every lever is seen at work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.conftest import SHORT, train
+
+STEPS = 50
+
+
+def _counted(sample: Path, spied: str, *words: str) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a run, and how often the function `module:Class.name` was called in it (inside a fork)."""
+    import importlib
+
+    module, path = spied.split(":")
+    *owners, name = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for step in owners:
+        owner = getattr(owner, step)
+    original, calls = getattr(owner, name), [0]
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counting)
+    return train(sample, *words), calls[0]
+
+
+# lever -> what must be called, and how often a step at least (4 layers, 2 micro batches)
+LEVERS = {
+    "speed.sync_free_loss=True": ("runtime.fast.loss:SyncFreeLossReduction.reduce", 1),
+    "speed.fused_lm_head=True": ("runtime.fast.lm_head:linear_cross_entropy", 2),
+    "speed.fused_qkv=True": ("runtime.fast.qkv:_rotate", 2 * 4 * 4),
+    "speed.device_step=True": ("runtime.fast.optimizer:DeviceStep.__call__", 1),
+    "model.config.gradient_accumulation_fusion=True": ("runtime.fast.wgrad:accumulate", 2 * 4 * 4),
+}
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_each_lever_trains_as_the_plain_path_does(
+    lever: str, sample: Path, forked: Callable[..., Any], plain: list[float]
+) -> None:
+    """fp32 on the CPU, same seed: the losses of 50 steps agree to 2e-5 (another order of sums, grown over the run)."""
+    spied, least = LEVERS[lever]
+    rows, calls = forked(
+        _counted, sample, spied, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", lever
+    )
+    assert calls >= least * STEPS
+    assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def plain(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    from tests.conftest import call_in_fork
+
+    words = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
+    rows = call_in_fork(train, sample, *words, cwd=tmp_path_factory.mktemp("plain"))
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
+    """A run through the graph's schedule, with a capture that computes its micro batch anew at each replay."""
+    from runtime.fast import graph
+
+    replays = [0]
+
+    class Replay:
+        def __init__(self, schedule: Any, *what: Any) -> None:
+            self.schedule, self.what = schedule, what
+
+        def replay(self) -> None:
+            replays[0] += 1
+            step, model, count = self.what
+            (self.schedule._row,) = graph._micro_batch(step, iter([self.schedule._batch]), model, count)
+
+    def capture(self: Any, *what: Any) -> None:
+        self._graph, self._captured_for = Replay(self, *what), what[-1]
+
+    graph.GraphedSchedule.unfit = staticmethod(lambda: None)  # type: ignore[method-assign]
+    graph.GraphedSchedule._capture = capture  # type: ignore[method-assign]
+    return train(sample, *words, "speed.cuda_graph=True"), replays[0]
+
+
+def test_the_schedule_around_the_graph(sample: Path, forked: Callable[..., Any], plain: list[float]) -> None:
+    """Batches, gradients over micro batches, losses: as Megatron's schedule (tests/gpu has the real graph)."""
+    rows, replays = forked(_replayed, sample, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
+    assert replays == 2 * (STEPS - 2)
+    assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
+    assert rows[-1]["unmasked_tokens"] == STEPS * 4 * 256
+
+
+def _poisoned(sample: Path) -> str:
+    """A run whose third step has an infinite gradient; returns what ends it."""
+    from runtime.fast import optimizer
+
+    steps, norm = [0], optimizer.DeviceStep._norm
+
+    def poisoned(self: Any) -> torch.Tensor:
+        steps[0] += 1
+        return norm(self) * (math.inf if steps[0] == 3 else 1.0)
+
+    optimizer.DeviceStep._norm = poisoned  # type: ignore[method-assign]
+    try:
+        train(sample, "trainer.log_every_n_steps=5", "trainer.max_steps=20", "speed.device_step=True")
+    except FloatingPointError as problem:
+        return str(problem)
+    return "nothing"
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run(sample: Path, forked: Callable[..., Any]) -> None:
+    assert "1 step(s) up to step 5 had a gradient that is not finite" in forked(_poisoned, sample)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_output_layer_and_loss_have_the_gradients_of_the_plain_functions(tied: bool) -> None:
+    """Against float64 autograd, with uneven token weights as a mask gives them, twice into the same buffer."""
+    from runtime.fast.lm_head import linear_cross_entropy
+
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(97, 16, requires_grad=True)
+    labels, weights = torch.randint(97, (40,)), torch.rand(40) * torch.randint(2, (40,))
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    exact = torch.nn.functional.cross_entropy(exact_hidden @ exact_weight.t(), labels, reduction="none")
+    (exact * weights).sum().backward()
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(97, 16), False  # type: ignore[attr-defined]
+    for _ in range(2):
+        losses = linear_cross_entropy(hidden, weight, labels, into_main_grad=True, tied=tied)
+        (losses * weights).sum().backward()
+    assert torch.allclose(losses.double(), exact, atol=1e-5)
+    assert hidden.grad is not None and exact_hidden.grad is not None and exact_weight.grad is not None
+    assert torch.allclose(hidden.grad.double(), 2 * exact_hidden.grad, atol=1e-5)
+    assert torch.allclose(weight.main_grad.double(), 2 * exact_weight.grad, atol=1e-5)  # type: ignore[attr-defined]
+    assert weight.grad_added_to_main_grad != tied  # tied: DDP's hook must still add the embedding's part
+    with torch.no_grad():
+        assert torch.allclose(linear_cross_entropy(hidden, weight, labels), losses, atol=1e-5)
+
+
+def test_split_and_rotate_has_the_gradient_of_its_definition() -> None:
+    """`torch.autograd.gradcheck` in float64 on an odd shape: 3 groups of 2 heads."""
+    from runtime.fast.qkv import SplitAndRotate
+
+    angles = torch.rand(5, 4, dtype=torch.float64)
+    mixed = torch.randn(5, 2, 3, 4 * 8, dtype=torch.float64, requires_grad=True)
+    q, k, v = SplitAndRotate.apply(mixed, angles.cos(), angles.sin(), 6)
+    assert (q.shape, k.shape, v.shape) == ((5, 2, 6, 8), (5, 2, 3, 8), (5, 2, 3, 8))
+    grads = [torch.randn_like(x) for x in (q, k, v)]
+    torch.autograd.backward([q, k, v], grads)
+    numeric = torch.zeros_like(mixed)
+    with torch.no_grad():
+        for index in range(0, mixed.numel(), 37):
+            step = torch.zeros(mixed.numel(), dtype=torch.float64)
+            step[index] = 1e-3
+            there, back = (
+                SplitAndRotate.apply(mixed + sign * step.view_as(mixed), angles.cos(), angles.sin(), 6)
+                for sign in (1, -1)
+            )
+            slope = sum(((a - b) * g).sum() for a, b, g in zip(there, back, grads, strict=True)) / 2e-3
+            numeric.view(-1)[index] = slope
+            assert mixed.grad is not None
+            assert mixed.grad.view(-1)[index].item() == pytest.approx(slope.item(), abs=2e-4)
