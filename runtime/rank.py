@@ -82,11 +82,18 @@ def _start_or_resume(built: build.Built, folder: RunDir, where: Place) -> None:
 def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int:
     import nemo_run as run
 
+    from runtime import peers, ranks
     from runtime.interrupt import Interrupted
 
     attempt = folder.attempt(spec.attempt)
+
+    def last_word(text: str) -> None:
+        states.RankState(rank=where.rank, state=states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
+
+    ranks.declare(build.to_yaml(built.partial), build.manifests(built.partial))
     try:
-        run.run(built.partial, direct=True)
+        with peers.explained(last_word):
+            run.run(built.partial, direct=True)
     except Interrupted:
         return _stopped(folder, spec, where, together=True)
     except KeyboardInterrupt:

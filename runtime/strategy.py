@@ -10,6 +10,8 @@ from nemo import lightning as nl
 from nemo.lightning import _strategy_lib
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
+from runtime import peers, ranks
+
 
 class Strategy(nl.MegatronStrategy):
     """Restores a checkpoint that lacks Transformer Engine's `_extra_state` entries.
@@ -19,6 +21,12 @@ class Strategy(nl.MegatronStrategy):
     left as the module made it; a missing weight is still an error. Versions: nemo_toolkit 2.3, megatron-core 0.12 to
     0.13. Test: tests/train/test_compat.py.
     """
+
+    def setup_distributed(self) -> None:
+        """Make the process groups with the environment's timeout, and compare the ranks before anything else."""
+        peers.limit_waiting()
+        super().setup_distributed()
+        ranks.check()
 
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: zero the gradients, forward and backward of all micro batches, report the loss.
@@ -34,6 +42,7 @@ class Strategy(nl.MegatronStrategy):
             loss = self.model.training_step(dataloader_iter, *args, **kwargs)
             _strategy_lib._sync_from_last_pipeline_stage(loss, broadcast=False)
             self.lightning_module.log("reduced_train_loss", loss, batch_size=1, sync_dist=False)
+            peers.step_ended()
             return loss
 
     def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:
