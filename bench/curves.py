@@ -1,6 +1,6 @@
 """The loss of the fast path over the plain path's: same recipe, same seed, same data.
 
-    python -m bench.curves --recipe qwen25_500m_single --steps 200 --output docs/figures/fast-and-plain.svg [path=value ...]
+    python -m bench.curves --recipe qwen25_500m_single --steps 200 --output docs/figures/fast-and-plain.svg
 
 Prints one JSON object: the largest and the mean difference of the losses (nats a token), and both paths' speed.
 """
