@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ops.findings import Finding, error, warning
 from ops.preflight_data import base, corpus
+from ops.preflight_many import many
 from recipes.plan import Plan
 from runtime.rundir import RunDir
 
@@ -27,7 +28,7 @@ def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -
         data: the corpora and the disk of the run are seen from here.
     """
     checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [_packages]
-    checks += [_accelerator] if machine else []
+    checks += [_accelerator, many] if machine else []
     checks += [_numbers, _schedule]
     checks += [corpus, base, _disk] if data else []
     return [finding for one in checks for finding in one(plan, run)]
@@ -73,11 +74,13 @@ def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="python launch.py --recipe qwen25_tiny (the same path on the CPU), or check nvidia-smi",
         )
     elif count < plan.devices:
+        hidden = visible is not None and len(visible.split(",")) < plan.devices
+        more = f"--env dual (or CUDA_VISIBLE_DEVICES for {plan.devices} GPUs)" if hidden else "make more GPUs visible"
         yield error(
             "fewer GPUs than the recipe asks for",
             expected=f"trainer.devices={plan.devices}",
             found=where,
-            do=f"trainer.devices={count}, or make more GPUs visible",
+            do=f"trainer.devices={count}, or {more}",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,11 +42,13 @@ def build(spec: RunSpec, folder: RunDir, *, here: bool) -> Built:
     recipe = registry.resolve(spec.recipe)
     plan = overrides.early(recipe.plan, spec.overrides)
     partial = recipe()
-    from recipes import machine
+    from recipes import collectives, machine
 
     logs.quiet_nemo()
     lines = [f"this machine: {line}" for line in (machine.adapt(partial) if here else [])]
+    lines += [f"environment: {line}" for line in collectives.adapt(partial, os.environ)]
     lines += [f"override {line}" for line in overrides.apply(partial, spec.overrides)]
+    collectives.check(partial)
     partial.log.explicit_log_dir = str(folder.attempt(spec.attempt) / "nemo")
     partial.log.ckpt.dirpath = str(folder.checkpoints)
     partial.log.tensorboard.save_dir = str(folder.path)

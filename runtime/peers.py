@@ -49,17 +49,17 @@ class Peer:
     port: int
 
     def ask(self) -> str:
-        """ "" if it lives; otherwise what is wrong with it."""
+        """What is wrong with it; nothing if it lives."""
         try:
-            with socket.create_connection((self.address, self.port), timeout=_ANSWER_S) as wire:
-                told = wire.recv(16)
+            wire = socket.create_connection((self.address, self.port), timeout=_ANSWER_S)
         except ConnectionRefusedError:
             return "its process is gone"
-        except ConnectionResetError:
-            return "its process is ending"
         except OSError as problem:
             return f"its host does not answer ({problem.strerror or problem})"
-        return "" if told == str(self.rank).encode() else "its process is stuck or ending"
+        with wire, contextlib.suppress(OSError):  # the kernel takes the call, the process says its number
+            if wire.recv(16) == str(self.rank).encode():
+                return ""
+        return "its process is stuck or ending"
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host} ({self.address})"

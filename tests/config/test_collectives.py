@@ -1,0 +1,41 @@
+"""`--env gloo` reaches the recipe; Gloo with the distributed optimizer on GPUs is refused."""
+
+from __future__ import annotations
+
+import nemo_run as run
+import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from recipes import collectives, registry
+from runtime.errors import UserError
+
+
+def test_gloo_changes_what_it_cannot_carry() -> None:
+    recipe = registry.resolve("qwen25_500m")()
+    assert collectives.adapt(recipe, {}) == []
+    recipe.trainer.strategy.ddp = run.Config(
+        DistributedDataParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True, average_in_collective=True
+    )
+    recipe.optim.config.use_distributed_optimizer = True
+    lines = collectives.adapt(recipe, {"CPT_PROCESS_GROUP_BACKEND": "gloo"})
+    assert recipe.trainer.strategy.process_group_backend == "gloo"
+    assert not recipe.optim.config.use_distributed_optimizer
+    ddp = recipe.trainer.strategy.ddp
+    assert not (ddp.overlap_grad_reduce or ddp.overlap_param_gather or ddp.average_in_collective)
+    assert len(lines) == 5 and all("->" in line and "(" in line for line in lines)
+    collectives.check(recipe)
+
+
+def test_gloo_by_hand_with_the_distributed_optimizer_is_refused() -> None:
+    recipe = registry.resolve("qwen25_500m")()
+    collectives.check(recipe)
+    recipe.trainer.strategy.process_group_backend = "gloo"
+    recipe.optim.config.use_distributed_optimizer = True
+    with pytest.raises(UserError, match="--env gloo"):
+        collectives.check(recipe)
+
+
+def test_the_cpu_recipe_has_nothing_to_change() -> None:
+    recipe = registry.resolve("qwen25_tiny")()
+    assert collectives.adapt(recipe, {"CPT_PROCESS_GROUP_BACKEND": "gloo"}) == []
+    collectives.check(recipe)
