@@ -53,9 +53,10 @@ def early(plan: Plan, words: tuple[str, ...]) -> Plan:
 
 
 def _kind(path: str, old: Any) -> type:
-    """The type of a plan number; optional ones are text, save the share."""
-    if path == "data.replay_share":
-        return float
+    """The type of a plan number; optional ones are text, save these."""
+    optional = {"data.replay_share": float, "trainer.strategy.virtual_pipeline_model_parallel_size": int}
+    if path in optional:
+        return optional[path]
     return str if old is None or isinstance(old, dict) else type(old)
 
 

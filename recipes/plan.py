@@ -75,6 +75,8 @@ class Plan:
     num_nodes: int = _at("trainer.num_nodes", default=1)
     tensor_parallel: int = _at("trainer.strategy.tensor_model_parallel_size", default=1)
     pipeline_parallel: int = _at("trainer.strategy.pipeline_model_parallel_size", default=1)
+    virtual_pipeline: int | None = _at("trainer.strategy.virtual_pipeline_model_parallel_size", default=None)
+    sequence_parallel: bool = _at("trainer.strategy.sequence_parallel", default=False)
     context_parallel: int = _at("trainer.strategy.context_parallel_size", default=1)
     base: str | None = _at("resume.base", default=None)
     model_seq_length: int = _at("model.config.seq_length", default=0)

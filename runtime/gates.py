@@ -14,6 +14,7 @@ from nemo.utils import AppState
 from nemo.utils.get_rank import is_global_rank_zero
 
 from data.tokenizer import fingerprint
+from runtime import whole
 from runtime.errors import GateError
 from runtime.rundir import RunDir
 from runtime.validation import mean_loss
@@ -36,23 +37,25 @@ class TruthGates(pl.Callback):
         check_tied(pl_module.config)
         samples = list(_probe(data._train_ds))
         check_ids(samples, pl_module.config.vocab_size)
-        whole = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
+        self.mask_share = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
         if is_global_rank_zero():
-            _write(data, pl_module, whole)
-            log.info("gates: tokenizer, ids, embeddings and loss mask hold (%.2f%% of tokens carry loss)", 100 * whole)
+            share = 100 * self.mask_share
+            log.info("gates: tokenizer, ids, embeddings and loss mask hold (%.2f%% of tokens carry loss)", share)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        parameters = whole.num_parameters(trainer.strategy.model)
+        if is_global_rank_zero():
+            _write(trainer.datamodule, pl_module.config, parameters, self.mask_share)
         run = RunDir.of_nemo_logs(Path(AppState().log_dir))
         if trainer.global_step == 0 and run.base.exists():
             check_step0(trainer, json.loads(run.base.read_text())["source"], run)
 
 
-def _write(data: Any, pl_module: pl.LightningModule, mask_share: float) -> None:
+def _write(data: Any, config: Any, parameters: int, mask_share: float) -> None:
     """gates.json: what was seen on the objects that train (the passport compares it with the configuration)."""
-    config = pl_module.config
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
     facts = {
-        "parameters": sum(p.numel() for p in pl_module.parameters()),
+        "parameters": parameters,
         "tied": bool(config.share_embeddings_and_output_weights),
         "model": {name: getattr(config, name) for name in names},
         "vocab_size": config.vocab_size,

@@ -14,6 +14,7 @@ import torch
 from nemo.utils import AppState
 
 from data.module import TOKENS
+from runtime import whole
 from runtime.rundir import RunDir
 
 log = logging.getLogger("launch")
@@ -43,23 +44,37 @@ class Progress(pl.Callback):
 
     def __init__(self) -> None:
         self._since: tuple[int, float, int] = (0, 0.0, 0)
+        self._before: dict[str, Any] = {"unmasked": 0, "by_domain": {}}  # of all ranks, when this process began
         self._lr = 0.0
+        self._domains = 1
         self._bar: Any = None
         self._task: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return TOKENS.state()
+        return self._tokens()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        TOKENS.load(state)
+        self._before = {"unmasked": state["unmasked"], "by_domain": dict(state["by_domain"])}
+
+    def _tokens(self) -> dict[str, Any]:
+        """Tokens of all ranks that carried loss since the run began, in all and by domain. Called on all ranks."""
+        before, names = self._before["by_domain"], range(self._domains)
+        own = [TOKENS.unmasked, *(TOKENS.by_domain.get(i, 0) for i in names)]
+        unmasked, *by_domain = whole.over_replicas([count // whole.chunks() for count in own])
+        return {
+            "unmasked": self._before["unmasked"] + unmasked,
+            "by_domain": {i: before.get(i, 0) + by_domain[i] for i in names if before.get(i, 0) + by_domain[i]},
+        }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._domains = max(1, len(trainer.datamodule.trained))
+        parameters = whole.num_parameters(trainer.strategy.model)
         if trainer.is_global_zero:
-            parameters = sum(p.numel() for p in pl_module.parameters())
-            log.info("model: %s parameters on this rank (%.1fM)", f"{parameters:,}", parameters / 1e6)
+            own = sum(p.numel() for p in trainer.strategy.model.parameters())
+            log.info("model: %s parameters (%.1fM), %s on this rank", f"{parameters:,}", parameters / 1e6, f"{own:,}")
             self._start_bar(trainer)
         PAUSE.take()
-        self._since = (trainer.global_step, time.perf_counter(), TOKENS.unmasked)
+        self._since = (trainer.global_step, time.perf_counter(), self._tokens()["unmasked"])
 
     def _start_bar(self, trainer: pl.Trainer) -> None:
         if not sys.stderr.isatty():
@@ -96,12 +111,12 @@ class Progress(pl.Callback):
         metrics = trainer.callback_metrics
         loss = float(metrics["reduced_train_loss"])
         then_step, then, then_tokens = self._since
-        now, tokens = time.perf_counter(), TOKENS.unmasked
+        count = self._tokens()
+        now, tokens = time.perf_counter(), count["unmasked"]
         self._since = (step, now, tokens)
         spent = now - then - PAUSE.take()
         seconds = spent / max(1, step - then_step)
         data = trainer.datamodule
-        replicas = data.global_batch_size // (data.micro_batch_size * _micro_batches())
         return {
             "step": step,
             "loss": loss,
@@ -109,9 +124,9 @@ class Progress(pl.Callback):
             "grad_norm": float(metrics["grad_norm"]) if "grad_norm" in metrics else None,
             "global_batch_size": data.global_batch_size,
             "step_seconds": seconds,
-            "tokens_per_second": replicas * (tokens - then_tokens) / spent,
-            "unmasked_tokens": replicas * tokens,
-            "consumed_tokens": {data.trained[i]: replicas * n for i, n in sorted(TOKENS.by_domain.items())},
+            "tokens_per_second": (tokens - then_tokens) / spent,
+            "unmasked_tokens": tokens,
+            "consumed_tokens": {data.trained[i]: n for i, n in sorted(count["by_domain"].items())},
             "consumed_samples": step * data.global_batch_size,
             "time": time.time(),
         }
@@ -145,12 +160,6 @@ class Progress(pl.Callback):
     def on_exception(self, *_: Any) -> None:
         if self._bar:
             self._bar.stop()
-
-
-def _micro_batches() -> int:
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    return int(get_num_microbatches())
 
 
 def append_metrics(row: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from data.module import data_step
+from runtime import whole
 from runtime.checkpoints import StepCheckpoint
 from runtime.progress import PAUSE, append_metrics
 
@@ -107,7 +108,7 @@ def mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], data: Any) -> 
     with torch.no_grad():
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in range(whole.chunks())] if whole.chunks() > 1 else iter(batches),
             model=model.pipeline,
             num_microbatches=len(batches),
             seq_length=data.seq_length,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fiddle as fdl
 import nemo_run as run
+import torch
 from nemo import lightning as nl
 
 from recipes.plan import Plan
@@ -21,7 +22,10 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
     strategy = base.strategy
     strategy.tensor_model_parallel_size = plan.tensor_parallel
     strategy.pipeline_model_parallel_size = plan.pipeline_parallel
+    strategy.virtual_pipeline_model_parallel_size = plan.virtual_pipeline
     strategy.context_parallel_size = plan.context_parallel
+    strategy.sequence_parallel = plan.sequence_parallel
+    strategy.pipeline_dtype = torch.bfloat16  # of what stages send each other; unused with one stage
     strategy.replace_progress_bar = False
     base.enable_progress_bar = False
     base.enable_model_summary = False
@@ -40,4 +44,5 @@ def on_cpu(trainer: run.Config[nl.Trainer]) -> None:
     trainer.accelerator = "cpu"
     trainer.plugins = None
     trainer.precision = 32
+    trainer.strategy.pipeline_dtype = torch.float32
     trainer.strategy.process_group_backend = "gloo"

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from runtime import place, states
+from runtime import logs, place, states
 from runtime.executors import Job
 from runtime.executors.follow import Follower
 
@@ -69,6 +69,7 @@ def _run(job: Job) -> None:
     with run.Experiment("local", executor=executor, base_dir=str(home), log_level="ERROR") as experiment:
         experiment.add(ranks, name="ranks")
         experiment.run(detach=False)
+    logs.console()  # an Experiment takes the log handlers for itself
 
 
 def _torchrun_log(job: Job) -> Path | None:

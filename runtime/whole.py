@@ -1,0 +1,38 @@
+"""Numbers of the whole run from what each rank holds. Every function here is called on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Parameters of the whole model: each shard once, replicated ones once, a tied embedding once.
+
+    Args:
+        model: this rank's share (one pipeline stage's, one tensor-parallel rank's).
+    """
+    own = sum(
+        p.numel() for p in model.parameters() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
+    )
+    total = torch.tensor([own], dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
+    return int(total.item())
+
+
+def over_replicas(counts: Sequence[int]) -> list[int]:
+    """Sums over the data-parallel replicas; tensor-, pipeline- and context-parallel ranks see the same samples."""
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return list(counts)
+    total = torch.tensor(counts, dtype=torch.int64, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return [int(n) for n in total.tolist()]
+
+
+def chunks() -> int:
+    """Model chunks of this rank: each reads every micro batch from a data iterator of its own."""
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
