@@ -155,7 +155,7 @@ def _shared_memory() -> Iterator[Check]:
         text = f"{facts.SHM} cannot be written: {shm.problem} ({size})"
         yield Check("shared memory", "error", text, mend)
     elif shm.free < facts.SHM_LEAST:
-        yield Check("shared memory", "error", size + ": NCCL and data loading fail below 64 MiB", mend)
+        yield Check("shared memory", "error", size + ": NCCL and data loaders need 64 MiB and more", mend)
     elif shm.free < facts.SHM_GOOD:
         yield Check("shared memory", "warning", size + ": NCCL may need up to 1 GiB", mend)
     else:
@@ -201,7 +201,8 @@ def _limits() -> Iterator[Check]:
     )
     for name, kind, least, do in rows:
         soft = resource.getrlimit(kind)[0]
-        text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        amount = f"{soft:,}" if kind == resource.RLIMIT_NOFILE else f"{soft / 2**20:,.0f} MiB"
+        text = "unlimited" if soft == resource.RLIM_INFINITY else amount
         low = soft != resource.RLIM_INFINITY and soft < least
         yield Check(f"ulimit {name}", "warning" if low else "ok", text, do if low else "")
 

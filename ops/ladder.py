@@ -247,4 +247,5 @@ def _words(log: str, error: str) -> str:
     warnings = [match[1].strip() for match in re.finditer(r"NCCL WARN (.*)", log)]
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     said = warnings[:2] or ([lines[0], lines[-1]] if len(lines) > 1 else lines)
-    return " | ".join(dict.fromkeys(said))[:600]
+    short = [re.sub(r"/\S+/(\w+\.\w+:\d+)", r"\1", line) for line in said]  # without the builder's folders
+    return " | ".join(dict.fromkeys(short))[:600]

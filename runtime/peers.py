@@ -196,8 +196,8 @@ def _is_failed_collective(problem: BaseException) -> bool:
 
 
 def _first_line(problem: BaseException) -> str:
-    """torch's words without its C++ call stack."""
-    text = " ".join(str(problem).split("Exception raised from")[0].split())
+    """torch's words without its C++ call stack and advice."""
+    text = " ".join(re.split(r"Exception raised from|This is typically", str(problem))[0].split())
     return re.sub(r"\[[^\]]*/(\w+\.(?:cc|cpp|h):\d+)\]", r"[\1]", text)[:300]
 
 

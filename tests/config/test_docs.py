@@ -17,7 +17,7 @@ def _commands() -> list[tuple[str, str]]:
     for page in PAGES:
         text = page.read_text().replace("\\\n", " ")
         for match in re.finditer(r"python launch\.py ([^`\n#|]+)", text):
-            command = match[1].split("  ")[0].strip().rstrip(".;,)")
+            command = re.split("  | > ", match[1])[0].strip().rstrip('.;,)"')
             if "..." not in match[1].replace("TEXT...", ""):
                 found.append((page.name, command))
     return sorted(set(found))
