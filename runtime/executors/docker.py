@@ -45,6 +45,7 @@ def submit(job: Job) -> int:
         return 0
     (own / "exit_code").unlink(missing_ok=True)
     client = _client()
+    _have(client, _image(cluster))
     container = _start(client, _container(job, cluster), job)
     log.info("started:   container %s, %d rank(s), image %s", container.name, job.devices, _image(cluster))
     log.info("logs:      %s (each rank), %s", job.logs, own / f"log_{container.name}.out")
@@ -102,8 +103,8 @@ def _settings(job: Job, cluster: Cluster) -> dict[str, Any]:
         "container_image": _image(cluster),
         "num_gpus": -1 if job.accelerator == "gpu" else None,
         "ipc_mode": "host",
-        # nemo_run 0.4.0 documents name=soft[:hard] and splits at the colon
-        "ulimits": ["memlock:-1", "stack:67108864"],
+        # nemo_run 0.4.0 documents name=soft[:hard] and splits at the colon; memlock is for what GPUs and NICs pin
+        "ulimits": [*(["memlock:-1"] if job.accelerator == "gpu" else []), "stack:67108864"],
         "network": cluster.docker.network,
         "volumes": mounts,
         "env_vars": {**job.env, **cluster.env},
@@ -123,7 +124,8 @@ def equivalent(job: Job, cluster: Cluster) -> list[str]:
     """The `docker run` that does the same."""
     given = _settings(job, cluster)
     words = ["docker", "run", "--rm", *(["--gpus", "all"] if given["num_gpus"] else []), "--ipc=host"]
-    words += ["--ulimit", "memlock=-1", "--ulimit", "stack=67108864", f"--network={given['network']}"]
+    words += [word for limit in given["ulimits"] for word in ("--ulimit", limit.replace(":", "=", 1))]
+    words += [f"--network={given['network']}"]
     words += [word for mount in given["volumes"] for word in ("-v", mount)]
     words += [word for key, value in given["env_vars"].items() for word in ("-e", f"{key}={value}")]
     return [*words, "-w", WORKSPACE, given["container_image"], *torchrun(job, cluster.python or "python")]
@@ -146,21 +148,39 @@ def _client() -> Any:
     return client
 
 
+def _have(client: Any, image: str) -> None:
+    """Pull the image if it is not here.
+
+    Raises:
+        UserError: nobody has it.
+    """
+    from docker.errors import DockerException, ImageNotFound
+
+    try:
+        client.images.get(image)
+    except ImageNotFound:
+        log.info("docker: pulling %s", image)
+        try:
+            client.images.pull(image)
+        except DockerException as problem:
+            raise UserError(
+                f"there is no image {image}",
+                expected="an image that `docker images` lists, or that a registry gives",
+                found=str(problem),
+                do=f"docker pull {image} must work first; or correct `image` in the cluster file",
+            ) from None
+
+
 def _start(client: Any, container: DockerContainer, job: Job) -> Any:
-    from docker.errors import APIError, ImageNotFound
+    from docker.errors import APIError
 
     name = job.folder.name
     try:
         return container.run(client, id=name)
-    except ImageNotFound:
-        raise UserError(
-            f"there is no image {container.executor.container_image}",
-            expected="an image that `docker images` lists, or a registry has",
-            found="not here, and no registry gives it",
-            do=f"docker pull {container.executor.container_image}",
-        ) from None
     except APIError as problem:
         taken = problem.status_code == 409
+        if not taken and (left := container.get_container(client, id=name)):
+            left.remove(force=True)  # created, but it could not start
         raise UserError(
             f"run {name} has a container already" if taken else "Docker refused the container",
             expected="no container of that name" if taken else "a container that starts",

@@ -78,5 +78,5 @@ def torchrun(job: Job, python: str) -> list[str]:
     """Starts all ranks of one node; for several nodes PET_* variables say which node it is and where they meet."""
     words = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(job.devices)]
     if job.num_nodes == 1:
-        words.append("--standalone")
+        words += ["--standalone", "--local-addr", "127.0.0.1"]  # a container's own name may lead nowhere
     return [*words, "--max-restarts", "0", *job.rank_command[1:]]

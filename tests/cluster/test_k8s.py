@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,6 +95,26 @@ def test_valid(nodes: int, accelerator: str, tmp_path: Path) -> None:
     assert _problems(objects) == []
     limits = objects[-1]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]
     assert ("nvidia.com/gpu" in limits) == (accelerator == "gpu")
+
+
+def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
+    """torchrun takes its place and meeting point from the manifest's PET_* variables (DNS replaced by loopback)."""
+    ranks = _pod(_objects(2, tmp_path))["containers"][0]
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime" / "rank.py").write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = []
+    for node in range(2):
+        env = {**os.environ, **{row["name"]: row["value"] for row in ranks["env"] if "value" in row}}
+        env.update(PET_MASTER_ADDR="127.0.0.1", PET_MASTER_PORT=str(port), PET_NODE_RANK=str(node), OMP_NUM_THREADS="1")
+        command = [sys.executable, *ranks["command"][1:]]
+        started.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=60)[0].split() for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    assert sorted(rank for row in said for rank in row[::2]) == ["0", "1", "2", "3"]
+    assert {size for row in said for size in row[1::2]} == {"4"}
 
 
 def test_manifest_is_the_recorded_one(tmp_path: Path) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+import yaml
 
 from tests.cluster.conftest import Slurm
 
@@ -73,7 +80,7 @@ def test_the_failing_rank_is_heard(slurm: Slurm, sample: Path, tmp_path: Path) -
 
 def test_preempted_saves_requeues_resumes(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
     """A job of a higher partition takes the nodes: the run saves and makes room, comes back, and ends exactly."""
-    words = ("--name", "pre", "--devices", "2", "trainer.max_steps=300", "log.ckpt.every_n_train_steps=1000")
+    words = ("--name", "pre", "--devices", "2", "trainer.max_steps=120", "log.ckpt.every_n_train_steps=1000")
     run = tmp_path / "runs" / "pre"
     with (tmp_path / "said").open("w") as out:
         launcher = subprocess.Popen(_command(tmp_path, sample, *words), cwd=tmp_path, env=slurm.env, stderr=out)
@@ -84,8 +91,8 @@ def test_preempted_saves_requeues_resumes(slurm: Slurm, sample: Path, tmp_path: 
     job = _job_id(said)
     assert re.search(rf"job {job}: RUNNING, requeued 1 time", said), said
     stopped = int(re.search(r"resume: from runs/pre/checkpoints/step-(\d+)", said)[1])  # type: ignore[index]
-    assert 3 <= stopped < 300  # the save was the stop's own: none was due before step 1000
-    assert sorted(_losses(run)) == list(range(1, 301))
+    assert 3 <= stopped < 120  # the save was the stop's own: none was due before step 1000
+    assert sorted(_losses(run)) == list(range(1, 121))
     states = [json.loads(path.read_text())["state"] for path in sorted((run / "logs/attempt-1").glob("rank-*.json"))]
     assert states == ["interrupted", "interrupted"]
     assert "Restarts=1" in slurm("scontrol", "--oneliner", "show", "job", job)
@@ -116,7 +123,9 @@ def test_ctrl_c_leaves_the_job_and_scancel_ends_it(slurm: Slurm, sample: Path, t
 
 
 def test_the_tier_is_added_and_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
-    done = _launch(slurm, tmp_path, _command(tmp_path, sample, "--name", "none", cluster="partition: nowhere\ntier: dev\n"))
+    done = _launch(
+        slurm, tmp_path, _command(tmp_path, sample, "--name", "none", cluster="partition: nowhere\ntier: dev\n")
+    )
     assert done.returncode == 2
     assert "env: dev is added (the cluster file's)" in done.stderr and "NCCL_DEBUG=" in done.stderr
     assert "Slurm refused the job" in done.stderr and "invalid partition" in done.stderr
@@ -128,3 +137,51 @@ def test_stock_container_flags_are_rejected_by_this_slurm(slurm: Slurm) -> None:
         ["srun", "--container-mounts", "/a:/b", "true"], env=slurm.env, capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0 and "unrecognized option" in done.stderr
+
+
+@pytest.fixture
+def sshd(slurm: Slurm, tmp_path: Path) -> Iterator[tuple[int, Path]]:
+    """A real sshd on loopback whose sessions see this Slurm; its port and a key that it lets in."""
+    program = shutil.which("sshd", path="/usr/sbin:/sbin:/usr/bin")
+    if program is None:
+        pytest.skip("NO SSH SERVER HERE: sshd not installed")
+    folder = slurm.folder / "ssh"
+    folder.mkdir(mode=0o700)
+    for name in ("host", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = {
+        "Port": port, "ListenAddress": "127.0.0.1", "HostKey": folder / "host", "PidFile": "none",
+        "AuthorizedKeysFile": folder / "user.pub", "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
+        "SetEnv": f"SLURM_CONF={slurm.folder}/slurm.conf", "Subsystem": "sftp internal-sftp",
+    }  # fmt: skip
+    (folder / "config").write_text("".join(f"{key} {value}\n" for key, value in options.items()))
+    with (folder / "log").open("w") as out:
+        daemon = subprocess.Popen([program, "-D", "-e", "-f", str(folder / "config")], stderr=out)
+    try:
+        time.sleep(0.5)
+        yield port, folder / "user"
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=10)
+        shutil.rmtree(folder)
+
+
+def test_over_ssh(slurm: Slurm, sshd: tuple[int, Path], sample: Path, tmp_path: Path) -> None:
+    """What the launcher wrote goes to the checkout there; its lines come back; the run is there."""
+    there, here, (port, key) = tmp_path / "it's there; touch x", tmp_path / "here", sshd
+    here.mkdir()
+    there.mkdir()
+    tunnel = {"kind": "ssh", "host": "127.0.0.1", "user": "root", "port": port, "identity": str(key)}
+    file = {"partition": "low", "workdir": str(there), "python": sys.executable, "tunnel": tunnel}
+    file["env"] = {"PYTHONPATH": str(ROOT)}
+    command = _command(tmp_path, sample, "--name", "far", "trainer.max_steps=3", cluster=yaml.safe_dump(file))
+    away = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    done = subprocess.run(command, cwd=here, env=away, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sorted(_losses(there / "runs" / "far")) == [1, 2, 3]
+    assert "step 3/3" in done.stderr and f"ssh -p {port} root@127.0.0.1 'scancel" in done.stderr
+    assert not (here / "runs/far/checkpoints").exists() and not (there / "x").exists()
