@@ -187,3 +187,15 @@ print(vccl.mapped(os.environ["VCCL_LIBRARY"]), os.environ["NCCL_PASS_SM"], sys.a
     done = subprocess.run([sys.executable, script, "a b"], env=environ, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["start", "start", "None 1 ['a b']"], done.stderr
     assert vccl.mapped(str(target)) is not None
+
+
+def test_the_sets_are_recorded() -> None:
+    """Every key, value and reason: changed on purpose only."""
+    lines = []
+    for name, table in [("base", BASE), *SETS.items(), *TIERS.items()]:
+        lines += [f"{name}: {key}={value}  # {reason}" for key, (value, reason) in table.items()]
+    golden = ROOT / "tests" / "goldens" / "env_sets.txt"
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(text)
+    assert golden.read_text() == text
