@@ -118,6 +118,18 @@ class Docker(_Part):
     network: Literal["bridge", "host"] = "bridge"
 
 
+class Mpirun(_Part):
+    """What only mpirun knows.
+
+    Args:
+        hostfile: Open MPI's list of hosts, one a line (`NAME slots=N`); default: this machine.
+        args: more words for mpirun, such as `--mca btl_tcp_if_include eth0`, one word each.
+    """
+
+    hostfile: Text | None = None
+    args: list[Text] = []
+
+
 class K8s(_Part):
     """What only Kubernetes knows.
 
@@ -173,6 +185,7 @@ class Cluster(_Part):
     tunnel: Annotated[Local | Ssh, Field(discriminator="kind")] = Local()
     slurm: Slurm = Slurm()
     docker: Docker = Docker()
+    mpirun: Mpirun = Mpirun()
     k8s: K8s | None = None
 
     @property

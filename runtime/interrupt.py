@@ -13,7 +13,7 @@ import torch
 
 from runtime import shield
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is the one that mpirun passes on
 log = logging.getLogger("launch")
 
 
@@ -38,7 +38,7 @@ class StopOnInterrupt(pl.Callback):
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
         self.asked = True
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
         log.warning("%s: finishing this step and saving; once more stops at once", name)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from runtime.errors import UserError
 
-_FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "LSB_", "JSM_", "TORCHELASTIC_", "PET_")
+_FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "JSM_", "TORCHELASTIC_", "PET_")
 _OURS: tuple[str, ...] = (
     "RANK",
     "WORLD_SIZE",
@@ -34,13 +34,6 @@ _STARTERS = {
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         "PMIX_NAMESPACE",
-    ),
-    "mpirun (MVAPICH2)": (
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        "PMI_ID",
     ),
     "mpirun (MPICH, Intel MPI)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "HYDRA_LAUNCHER_EXEC"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_ID"),

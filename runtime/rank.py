@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -175,6 +176,7 @@ def main(argv: list[str]) -> int:
     Returns:
         its exit code.
     """
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # how mpirun passes Ctrl-C on, here before training
     path = Path(argv[0])
     folder = RunDir(path.name, path.parent)
     try:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 
 from runtime import logs, place, states
 from runtime.executors import Job
 from runtime.executors.follow import Follower
+from runtime.executors.signals import PassedOn
 
 ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("launch")
@@ -31,7 +31,7 @@ def submit(job: Job) -> int:
     log.info("logs:      %s/rank-0.log to rank-%d.log", job.logs, job.devices - 1)
     log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; a second one stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
-    with Follower(job.logs / "console.log"), _Signals(job):
+    with Follower(job.logs / "console.log"), PassedOn(lambda count: _signal_ranks(job, count)):
         _run(job)
     return states.tell(job.logs, job.world_size, _torchrun_log(job))
 
@@ -77,30 +77,13 @@ def _torchrun_log(job: Job) -> Path | None:
     return found[-1] if found else None
 
 
-class _Signals:
-    """Ctrl-C and SIGTERM go to the ranks themselves: torchrun would give them 30 s and then kill them in a save."""
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._count = job, 0
-        self._before: dict[int, object] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        force = signal.SIGKILL if self._count > 2 else signal.SIGINT
-        for state in states.read(self._job.logs):
-            if state.state == states.RUNNING:
-                try:
-                    os.kill(state.pid, force)
-                except ProcessLookupError:
-                    continue
-        if not states.read(self._job.logs):
-            log.warning("no rank is up yet")
-            raise KeyboardInterrupt
+def _signal_ranks(job: Job, count: int) -> None:
+    """To the ranks themselves: torchrun would give them 30 s, and then kill them in the middle of a save."""
+    known = states.read(job.logs)
+    if not known:
+        log.warning("no rank is up yet")
+        raise KeyboardInterrupt
+    for state in known:
+        if state.state == states.RUNNING:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGINT if count < 3 else signal.SIGKILL)

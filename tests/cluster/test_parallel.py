@@ -33,7 +33,7 @@ SHAPES = {
 
 
 def command(sample: Path, name: str, *words: str) -> list[str]:
-    paths = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={sample.parents[1] / '.index'}")
+    paths = (f"data.paths={sample / 'prose'}", "data.index_mapping_dir=cache")
     return [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", name, *paths, *WORDS, *words]
 
 
