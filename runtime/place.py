@@ -144,7 +144,9 @@ def free_port(tries: int = 10, first: int = 29500) -> int:
 
 
 def _drop(environ: MutableMapping[str, str]) -> list[str]:
-    dropped = [key for key in environ if key.startswith(_FOREIGN) or key in _OURS]
+    # OMPI_MCA_... are settings, not a place: containers set some without which MPI_Init, which Lightning calls where
+    # mpi4py is installed, ends the process
+    dropped = [key for key in environ if (key.startswith(_FOREIGN) and "_MCA_" not in key) or key in _OURS]
     for key in dropped:
         del environ[key]
     return dropped

@@ -41,10 +41,14 @@ class GraphedSchedule:
         self._captured_for = 0
 
     @staticmethod
-    def unfit() -> str | None:
-        """Why this schedule cannot take over, or None."""
+    def unfit(config: Any, fused_lm_head: bool) -> str | None:
+        """Why this schedule cannot take over from a model of this Megatron configuration, or None."""
         if not torch.cuda.is_available():
             return "it needs a GPU"
+        if config.cross_entropy_fusion_impl == "te" and not fused_lm_head:
+            return (
+                "Transformer Engine's cross-entropy cannot be captured: model.config.cross_entropy_fusion_impl=native"
+            )
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         ranks *= parallel_state.get_tensor_model_parallel_world_size()
         return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"

@@ -84,7 +84,7 @@ def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
     def capture(self: Any, *what: Any) -> None:
         self._graph, self._captured_for = Replay(self, *what), what[-1]
 
-    graph.GraphedSchedule.unfit = staticmethod(lambda: None)  # type: ignore[method-assign]
+    graph.GraphedSchedule.unfit = staticmethod(lambda *_: None)  # type: ignore[method-assign]
     graph.GraphedSchedule._capture = capture  # type: ignore[method-assign]
     return train(sample, *words, "speed.cuda_graph=True"), replays[0]
 

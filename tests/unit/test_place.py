@@ -99,3 +99,10 @@ def test_free_port_searches_ten() -> None:
         assert place.free_port(tries=10, first=port) > port
         with pytest.raises(UserError, match="no free port"):
             place.free_port(tries=1, first=port)
+
+
+def test_settings_of_an_mpi_library_stay() -> None:
+    """A container's OMPI_MCA_plm_rsh_agent lets MPI_Init work without ssh; Lightning calls it where mpi4py is."""
+    environ = {"OMPI_MCA_plm_rsh_agent": "/bin/false", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    place.alone(environ)
+    assert environ == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}
