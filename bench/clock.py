@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 import lightning.pytorch as pl
 import torch
+from megatron.core import parallel_state
 
 from bench.timing import Watch, wait
 from data.module import TOKENS
@@ -57,8 +58,9 @@ class Clock(pl.Callback):
             self._profiler.start()
 
     def result(self, waited: float) -> dict[str, Any]:
-        """The figures, for the tokens of this data-parallel rank."""
-        found = self.watch.result(self._tokens, waited)
+        """The figures; tokens of all data-parallel ranks, the rest of this one."""
+        ranks = parallel_state.get_data_parallel_world_size()
+        found = self.watch.result(self._tokens * ranks, waited) | {"data_parallel": ranks}
         return found | ({"losses": [float(loss) for loss in self._losses]} if self.keep_losses else {})
 
 

@@ -5,6 +5,7 @@
 Prints one JSON object: unmasked tokens a second (wall clock over all timed steps, one synchronize before and one
 after), step time p50 and p99 in seconds, MFU against the card's own measured bf16 matrix rate with the FLOPs of
 bench/flops.py, peak memory in GiB, seconds from process start to the end of the first step.
+Several GPUs: `torchrun --nproc-per-node 2 -m bench.throughput ... trainer.devices=2`; rank 0 prints.
 `--plain` leaves every speed lever off: stock NeMo and Megatron.
 """
 
@@ -58,7 +59,9 @@ def main() -> None:
     partial = _partial(recipe, args)
     plan = plan.as_resolved(partial)
     waited = your_turn(args.wait)
-    print(json.dumps(finish(_run(partial, waited), plan)), flush=True)
+    result = finish(_run(partial, waited), plan)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
 
 
 def _partial(recipe: Any, args: argparse.Namespace) -> Any:
@@ -113,7 +116,8 @@ def finish(result: dict[str, Any], plan: Any) -> dict[str, Any]:
     }
     if plan.accelerator == "gpu":
         rate = card.matmul_tflops()
-        used = result["tokens_per_second"] * flops.per_token(plan.shape, plan.seq_length) / 1e12
+        per_card = result["tokens_per_second"] / result.get("data_parallel", 1)
+        used = per_card * flops.per_token(plan.shape, plan.seq_length) / 1e12
         result |= {"card_tflops": rate, "mfu_of_card": used / rate}
     return result
 

@@ -40,6 +40,9 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
     if one_rank:
         found.append(("speed.fused_lm_head", True, "output layer and loss touch the logits three times, not eight"))
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
+        if isinstance(strategy.ddp, run.Config) and strategy.ddp.overlap_param_gather:
+            reason = "a captured forward pass cannot wait for the weights: they are gathered after the step"
+            found.append(("trainer.strategy.ddp.overlap_param_gather", False, reason))
         if HAVE_TE:
             reason = "random states that a CUDA graph can hold"
             found += [
