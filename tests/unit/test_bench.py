@@ -12,7 +12,7 @@ from recipes.qwen25 import QWEN25_500M, REDUCED
 def test_flops_of_a_token_counted_by_hand() -> None:
     """6 x (every weight of a matrix product + half of each attention product), 2048 tokens.
 
-    12 groups, untied: 12 x 7,077,888 in the layers, 151,936 x 768 in the output layer, 12 x 2 x 2048 x 768 / 2 attention.
+    12 groups, untied: 12 x 7,077,888 in the layers, 151,936 x 768 in the output layer, 12 x 2048 x 768 in attention.
     """
     twelve_groups = dataclasses.replace(REDUCED, num_query_groups=12)
     assert per_token(twelve_groups, 2048) == 6 * (12 * 7_077_888 + 151_936 * 768 + 12 * 2048 * 768) == 1_322_975_232

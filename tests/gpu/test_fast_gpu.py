@@ -1,0 +1,78 @@
+"""The fast path on a real GPU: its kernels against float64, its losses against the plain path's.
+
+pytest tests/gpu     (a prepared corpus in corpora/mine for the run)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("vocab", [151_936, 4_096, 32_003])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_cross_entropy_kernel(vocab: int, dtype: torch.dtype) -> None:
+    from runtime.fast.lm_head import cross_entropy_
+
+    logits = (3 * torch.randn(512, vocab, device="cuda")).to(dtype)
+    labels = torch.randint(vocab, (512,), device="cuda")
+    exact = logits.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
+    expected.sum().backward()
+    assert exact.grad is not None
+    losses = cross_entropy_(logits, labels)
+    assert (losses - expected).abs().max() < 1e-6 * expected.abs().max()
+    error = (logits.double() - exact.grad).norm() / exact.grad.norm()
+    assert error < (1e-3 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(12, 12), (2, 12), (2, 14)])
+def test_split_and_rotate_kernel(groups: int, heads: int) -> None:
+    """The GPU's kernel against the CPU's definition, forward and backward, odd numbers of heads too."""
+    from runtime.fast.qkv import SplitAndRotate
+
+    mixed = torch.randn(256, 3, groups, (heads // groups + 2) * 64)
+    angles = 100 * torch.rand(256, 32)
+    here, there = mixed.clone().requires_grad_(), mixed.cuda().requires_grad_()
+    ours = SplitAndRotate.apply(there, angles.cos().cuda(), angles.sin().cuda(), heads)
+    plain = SplitAndRotate.apply(here, angles.cos(), angles.sin(), heads)
+    grads = [torch.randn_like(x) for x in plain]
+    torch.autograd.backward(plain, grads)
+    torch.autograd.backward(ours, [g.cuda() for g in grads])
+    assert here.grad is not None and there.grad is not None
+    for a, b in zip((*plain, here.grad), (*ours, there.grad), strict=True):
+        assert torch.allclose(a, b.cpu(), atol=1e-5)
+
+
+def test_weight_gradient_into_fp32() -> None:
+    from runtime.fast.wgrad import accumulate
+
+    inputs, grad = (torch.randn(4096, n, device="cuda", dtype=torch.bfloat16) for n in (768, 2048))
+    main_grad = torch.zeros(2048, 768, device="cuda")
+    for _ in range(2):
+        accumulate(inputs, grad, main_grad)
+    exact = 2 * grad.double().t() @ inputs.double()
+    assert (main_grad - exact).norm() / exact.norm() < 1e-4
+
+
+def test_fast_and_plain_train_alike() -> None:
+    """50 steps in bf16: at most twice as far apart as the plain path is from itself, summed in another order."""
+    from bench.curves import gap
+    from bench.turns import measure
+
+    if not Path("corpora/mine").is_dir():
+        pytest.skip("no corpus in corpora/mine")
+    run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "42", "--losses"]
+    batch = ["data.micro_batch_size=4"]
+    ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", "data.micro_batch_size=1"]]
+    with Path("fast-and-plain.log").open("w") as log:
+        plain, fast, other = (result["losses"] for result in measure(ways, log))
+    assert fast[0] == pytest.approx(plain[0], abs=1e-3)
+    assert gap(plain, fast)["mean_50"] < 2 * gap(plain, other)["mean_50"] + 1e-4
