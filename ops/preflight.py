@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ops.findings import Finding, error, warning
 from ops.preflight_data import base, corpus
+from ops.preflight_layout import layout
 from ops.preflight_many import many
 from recipes.plan import Plan
 from runtime.rundir import RunDir
@@ -29,7 +30,7 @@ def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -
     """
     checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [_packages]
     checks += [_accelerator, many] if machine else []
-    checks += [_numbers, _schedule]
+    checks += [_numbers, layout, _schedule]
     checks += [corpus, base, _disk] if data else []
     return [finding for one in checks for finding in one(plan, run)]
 
@@ -93,14 +94,7 @@ def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}"
             )
             return
-    world, model = plan.devices * plan.num_nodes, plan.tensor_parallel * plan.pipeline_parallel * plan.context_parallel
-    if world % model:
-        yield error(
-            "devices do not divide into model-parallel groups",
-            expected="devices x nodes divisible by TP x PP x CP",
-            found=f"{world} devices, TP x PP x CP = {model}",
-            do="change trainer.devices or the parallel sizes",
-        )
+    if plan.devices * plan.num_nodes % max(1, plan.model_parallel):  # told by `layout`
         return
     share = plan.micro_batch_size * plan.data_parallel
     product = f"micro batch {plan.micro_batch_size} x data parallel {plan.data_parallel} = {share}"

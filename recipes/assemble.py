@@ -40,6 +40,16 @@ def pretrain(plan: Plan) -> run.Partial:
     return recipe
 
 
+def many_gpus(recipe: run.Partial) -> run.Partial:
+    """Gradient sums and parameter gathers of the distributed optimizer behind the computation; attention recomputed."""
+    trainer.overlap(recipe.trainer)
+    if recipe.trainer.strategy.pipeline_model_parallel_size > 1:
+        model.recompute(recipe.model)
+    if recipe.trainer.strategy.virtual_pipeline_model_parallel_size:
+        model.interleaved(recipe.model)
+    return recipe
+
+
 def on_cpu(recipe: run.Partial) -> run.Partial:
     """The same recipe on the CPU: fp32, Gloo, no Transformer Engine (runtime/cpu.py does the rest)."""
     model.on_cpu(recipe.model)

@@ -79,6 +79,7 @@ class Plan:
     sequence_parallel: bool = _at("trainer.strategy.sequence_parallel", default=False)
     context_parallel: int = _at("trainer.strategy.context_parallel_size", default=1)
     base: str | None = _at("resume.base", default=None)
+    memory_profile: str | None = None  # of recipes/memory.py: the launcher fits the batch to the card
     model_seq_length: int = _at("model.config.seq_length", default=0)
 
     def __post_init__(self) -> None:
@@ -86,10 +87,19 @@ class Plan:
             object.__setattr__(self, "model_seq_length", self.seq_length)
 
     @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one replica of the model."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
     def data_parallel(self) -> int:
         """Replicas of the model: world size / (TP x PP x CP), rounded down."""
-        world = self.devices * self.num_nodes
-        return world // max(1, self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+        return self.devices * self.num_nodes // max(1, self.model_parallel)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro batches of a replica in one step, rounded down."""
+        return self.global_batch_size // max(1, self.micro_batch_size * self.data_parallel)
 
     @property
     def tokens_per_step(self) -> int:

@@ -13,6 +13,10 @@ RECIPES: dict[str, tuple[str, str]] = {
     "qwen25_tiny_cpt": ("recipes.qwen25:qwen25_tiny_cpt", "the tiny model continued on code with 25% replay, CPU"),
     "qwen25_500m_single": ("recipes.qwen25:qwen25_500m_single", "306M, untied, one GPU, sequence 2048, batch 1 x 4"),
     "qwen25_500m": ("recipes.qwen25:qwen25_500m", "494M, tied (Qwen2.5-0.5B), one GPU"),
+    "qwen25_500m_dual": ("recipes.qwen25:qwen25_500m_dual", "494M, tied, two GPUs, 65% of each card"),
+    "qwen25_500m_dual_conservative": ("recipes.qwen25:qwen25_500m_dual_conservative", "the same, 48% of each card"),
+    "qwen25_500m_dual_aggressive": ("recipes.qwen25:qwen25_500m_dual_aggressive", "the same, 90% of each card"),
+    "qwen25_500m_multinode": ("recipes.qwen25:qwen25_500m_multinode", "494M on 2 x 8 GPUs: TP 2, PP 2, VP 2, DP 4"),
     "qwen25_500m_cpt": ("recipes.qwen25:qwen25_500m_cpt", "Qwen2.5-0.5B continued on your text with replay, one GPU"),
 }
 

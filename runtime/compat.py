@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ def apply() -> None:
     """Make all corrections; twice does no harm."""
     numpy_product()
     keep_mcore_data()
+    virtual_stages()
 
 
 def numpy_product() -> None:
@@ -51,3 +53,64 @@ def _with_all_attributes(finish: Callable[..., None]) -> Callable[..., None]:
             part.replace(path)
 
     return whole
+
+
+def virtual_stages() -> None:
+    """megatron-core 0.13 wants to be told which virtual pipeline stage is meant; nemo_toolkit 2.3 does not know that.
+
+    Stock, a run with virtual stages dies ("vp_stage must be passed"), and would otherwise build an embedding into
+    every chunk of the first stage. Untold, the stage is now the current one, as in megatron-core 0.12.
+    Test: tests/cluster/test_parallel.py.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.pipeline_parallel import schedules
+
+    if "vp_stage" not in inspect.signature(GPTModel.__init__).parameters or hasattr(GPTModel.__init__, "__wrapped__"):
+        return
+    GPTModel.__init__ = _at_current_stage(GPTModel.__init__)
+    schedules.forward_step = _in_its_stage(schedules.forward_step)
+    for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
+        setattr(parallel_state, name, _of_current_stage(getattr(parallel_state, name)))
+
+
+def _at_current_stage(build: Callable[..., None]) -> Callable[..., None]:
+    from megatron.core import parallel_state
+
+    @functools.wraps(build)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("vp_stage") is None:
+            kwargs["vp_stage"] = parallel_state.get_virtual_pipeline_model_parallel_rank()
+        build(self, *args, **kwargs)
+
+    return wrapped
+
+
+def _in_its_stage(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The interleaved schedule of 0.13 hands the stage on as an argument and leaves the current one at 0."""
+    from megatron.core import parallel_state
+
+    @functools.wraps(forward)
+    def wrapped(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> Any:
+        if vp_stage is None:
+            return forward(*args, **kwargs)
+        before = parallel_state.get_virtual_pipeline_model_parallel_rank()
+        parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
+        try:
+            return forward(*args, vp_stage=vp_stage, **kwargs)
+        finally:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(before)
+
+    return wrapped
+
+
+def _of_current_stage(ask: Callable[..., bool]) -> Callable[..., bool]:
+    from megatron.core import parallel_state
+
+    @functools.wraps(ask)
+    def wrapped(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+        current = parallel_state.get_virtual_pipeline_model_parallel_rank()
+        stage = current if vp_stage is None else vp_stage
+        return ask(ignore_virtual=ignore_virtual or stage is None, vp_stage=stage)
+
+    return wrapped

@@ -15,7 +15,7 @@ from data.blend import chosen
 from ops import preflight
 from recipes import overrides, registry
 from recipes.plan import Plan
-from runtime import build, env, executors, logs, place, rundir
+from runtime import build, env, executors, fit, logs, place, rundir
 from runtime.env_sets import TIERS
 from runtime.errors import EXIT_PREFLIGHT, UserError
 from runtime.executors import HERE, Job
@@ -41,10 +41,11 @@ def launch(spec: RunSpec) -> int:
     """
     logs.console()
     spec = _complete(spec)
-    plan = _plan(spec)
     submit = executors.resolve(spec.executor or "direct")
     cluster = _cluster(spec)
     folder = rundir.choose(spec)
+    spec = fit.fit(spec, folder, here=spec.executor in HERE)
+    plan = _plan(spec)
     spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
     if spec.executor == "direct" and (dropped := place.alone(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
@@ -69,7 +70,7 @@ def launch(spec: RunSpec) -> int:
 
 
 def _complete(spec: RunSpec) -> RunSpec:
-    """The spec with what the user left open: the executor, and a micro batch that fits the replicas.
+    """The spec with the executor that the user left open.
 
     Raises:
         UserError: several ranks for `direct`, or several nodes and nobody to start them.
@@ -95,25 +96,7 @@ def _complete(spec: RunSpec) -> RunSpec:
             found=f"{plan.num_nodes} nodes",
             do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
         )
-    return spec if _fits(plan) else _smaller_micro_batch(spec, plan)
-
-
-def _fits(plan: Plan) -> bool:
-    share = plan.micro_batch_size * plan.data_parallel
-    return share < 1 or plan.global_batch_size % share == 0 or plan.global_batch_size % max(1, plan.data_parallel) != 0
-
-
-def _smaller_micro_batch(spec: RunSpec, plan: Plan) -> RunSpec:
-    """The global batch is what is trained; how many of its samples a rank takes at once only has to fit."""
-    if plan.data_parallel == 1 or any(overrides.split(w)[0] == "data.micro_batch_size" for w in spec.overrides):
-        return spec  # the user's own number: preflight says what is wrong with it
-    per_replica = plan.global_batch_size // plan.data_parallel
-    size = max(n for n in range(1, plan.micro_batch_size + 1) if per_replica % n == 0)
-    log.info(
-        "data.micro_batch_size: %d -> %d samples, the most that divides the %d of a replica (global batch %d / %d)",
-        *(plan.micro_batch_size, size, per_replica, plan.global_batch_size, plan.data_parallel),
-    )
-    return dataclasses.replace(spec, overrides=(*spec.overrides, f"data.micro_batch_size={size}"))
+    return spec
 
 
 def _plan(spec: RunSpec) -> Plan:

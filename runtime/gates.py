@@ -35,6 +35,7 @@ class TruthGates(pl.Callback):
         check_tokenizers(data.tokenizer, pl_module.tokenizer, data.domains)
         check_special_ids(data.tokenizer, pl_module.config.vocab_size)
         check_tied(pl_module.config)
+        check_stage_messages(pl_module.config)
         samples = list(_probe(data._train_ds))
         check_ids(samples, pl_module.config.vocab_size)
         self.mask_share = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
@@ -189,6 +190,22 @@ def check_tied(config: Any) -> None:
             expected="model.config.share_embeddings_and_output_weights=True, as the released weights are",
             found="False: another architecture, which no tied checkpoint fits and which exports as a larger model",
             do="set model.config.share_embeddings_and_output_weights=True",
+        )
+
+
+def check_stage_messages(config: Any) -> None:
+    """Virtual stages on two pipeline ranks: batched messages arrive swapped, and the gradients are silently wrong.
+
+    The two ranks are each other's next and previous stage; a batch of two sends between them is matched by order.
+    Megatron-LM's argument check refuses this; NeMo has none. Test: tests/cluster/test_parallel.py.
+    """
+    two = config.pipeline_model_parallel_size == 2 and config.virtual_pipeline_model_parallel_size
+    if two and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+        raise GateError(
+            "two pipeline stages with virtual stages would exchange each other's messages",
+            expected="model.config.overlap_p2p_comm=True model.config.batch_p2p_comm=False",
+            found=f"{config.overlap_p2p_comm} and {config.batch_p2p_comm}",
+            do="add both to the command, or more pipeline stages",
         )
 
 

@@ -39,7 +39,14 @@ _OWN = (
     "data.persistent_workers",
     "data.train_steps",
 )
-_FREE_IN_FIXED = ("model.config.data_step_fn", "model.config.transformer_layer_spec")
+_FREE_IN_FIXED = (
+    "model.config.data_step_fn",
+    "model.config.transformer_layer_spec",
+    "model.config.overlap_p2p_comm",
+    "model.config.batch_p2p_comm",
+    "model.config.recompute_",
+    "model.config.deallocate_pipeline_outputs",
+)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -54,7 +54,13 @@ def first_failure(states: list[RankState]) -> RankState | None:
 
 
 # what a rank says when another one is gone
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "remote process exited")
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "remote process exited",
+    "is killed by signal: Terminated",  # its data worker, by the torchrun that ends the rest
+)
 
 
 def tell(logs: Path, world_size: int, starter_log: Path | None = None) -> int:

@@ -30,6 +30,17 @@ def qwen25(plan: Plan) -> run.Config[llm.Qwen2Model]:
     return run.Config(llm.Qwen2Model, config=config)
 
 
+def recompute(model: run.Config[llm.Qwen2Model]) -> None:
+    """Selective recompute: attention's inner part a second time in the backward pass, instead of kept."""
+    model.config.recompute_granularity = "selective"
+
+
+def interleaved(model: run.Config[llm.Qwen2Model]) -> None:
+    """How stages talk with virtual stages: one message at a time, behind the computation (runtime/gates.py)."""
+    model.config.overlap_p2p_comm = True
+    model.config.batch_p2p_comm = False
+
+
 def on_cpu(model: run.Config[llm.Qwen2Model]) -> None:
     """Local layers with SDPA attention, initialised on the CPU; fused CUDA kernels off."""
     model.config.transformer_layer_spec = local_layer_spec
@@ -37,3 +48,4 @@ def on_cpu(model: run.Config[llm.Qwen2Model]) -> None:
     model.config.masked_softmax_fusion = False
     model.config.gradient_accumulation_fusion = False
     model.config.cross_entropy_loss_fusion = False
+    model.config.deallocate_pipeline_outputs = False  # Gloo still reads what is being sent; a GPU's stream has order

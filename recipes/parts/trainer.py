@@ -5,6 +5,7 @@ from __future__ import annotations
 import fiddle as fdl
 import nemo_run as run
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from nemo import lightning as nl
 
 from recipes.plan import Plan
@@ -37,6 +38,19 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
     base.log_every_n_steps = plan.log_every_n_steps
     base.num_sanity_val_steps = 0
     return base
+
+
+def overlap(trainer: run.Config[nl.Trainer]) -> None:
+    """The distributed optimizer's communication while gradients are still computed, and while weights are used."""
+    trainer.strategy.ddp = run.Config(
+        DistributedDataParallelConfig,
+        check_for_nan_in_grad=True,
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        average_in_collective=True,
+    )
 
 
 def on_cpu(trainer: run.Config[nl.Trainer]) -> None:

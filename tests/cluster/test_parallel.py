@@ -29,6 +29,13 @@ TOLERANCE = 2e-5
 SHAPES = {
     "tp": ("trainer.strategy.tensor_model_parallel_size=2",),
     "pp": ("trainer.strategy.pipeline_model_parallel_size=2", "data.micro_batch_size=1"),
+    "vp": (
+        "trainer.strategy.pipeline_model_parallel_size=2",
+        "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+        "data.micro_batch_size=1",
+        "model.config.overlap_p2p_comm=True",
+        "model.config.batch_p2p_comm=False",
+    ),
 }
 
 
@@ -101,7 +108,8 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     assert rest.index("rank 1 ended") < rest.index("rank 0 then:")
     done = run(folder, sample, "dp", "--resume", "--executor", "local", "--devices", "2")
     assert done.returncode == 0, done.stderr
-    assert "data.micro_batch_size: 4 -> 2 samples" in done.stderr
+    assert "data.micro_batch_size: 4 -> 2 samples" in seen
+    assert "data.micro_batch_size=2 (as this run began)" in done.stderr
     whole, found = rows(folder, "single"), rows(folder, "dp")
     up_to_there = {
         step: loss for step, loss in losses(found).items() if step <= 15
@@ -109,6 +117,15 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     assert up_to_there == pytest.approx(losses(whole), abs=TOLERANCE)
     assert found[-1]["unmasked_tokens"] == found[-1]["consumed_tokens"]["prose"] == 15 * 4 * 256
     assert gates(folder, "dp") == gates(folder, "single")
+
+
+def test_virtual_stages_on_two_ranks_need_unbatched_messages(folder: Path, sample: Path) -> None:
+    """Without the gate this run trains, on gradients of the wrong stage (norm 160 instead of 1)."""
+    words = [word for word in SHAPES["vp"] if "p2p" not in word]
+    done = run(folder, sample, "swapped", "--executor", "local", "--devices", "2", *words)
+    assert done.returncode == 1
+    assert "exchange each other's messages" in done.stderr
+    assert not (folder / "runs/swapped/metrics.jsonl").exists()
 
 
 def test_the_first_failing_rank_speaks_first(folder: Path, sample: Path) -> None:

@@ -1,0 +1,156 @@
+"""How much GPU memory a run takes, computed before it starts, and the batch that a share of a card has room for.
+
+bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
+      + tokens in flight x layers x 2 x (HIDDEN x hidden + FFN x ffn) / tensor parallel: kept for the backward pass
+      + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
+The constants are fitted to measured peaks (docs/11-many-gpus.md); `python -m bench.memory` compares on a GPU.
+Pure Python: read before NeMo is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from recipes.plan import Plan
+from runtime.errors import UserError
+
+GIB = 2**30
+HIDDEN = 8.0  # activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
+HIDDEN_EVERY_RANK = 4.0  # of these: norms and residuals, which tensor parallelism does not split
+FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 5.0}  # times the FFN size: one SwiGLU kernel, three, three with fp32 copies
+LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 10.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
+OUTSIDE_GIB = 1.5  # of a card, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
+FRAGMENTS = 1.04  # reserved by the allocator / allocated, with expandable segments
+
+PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a card's memory
+TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
+MOST = 32  # samples of a micro batch: beyond, the matrix products get no faster
+CARD_GIB = 80.0  # assumed where no card can be asked
+
+Path = Literal["fast", "plain", "sdpa"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak bytes on the fullest rank (the first pipeline stage, or the last, whichever is more)."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+
+    @property
+    def allocated_gib(self) -> float:
+        """What torch.cuda.max_memory_allocated reports."""
+        return (self.weights + self.gradients + self.optimizer + self.activations + self.logits) / GIB
+
+    @property
+    def card_gib(self) -> float:
+        """What nvidia-smi reports."""
+        return self.allocated_gib * FRAGMENTS + OUTSIDE_GIB
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{f.name} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
+        return f"{self.allocated_gib:.2f} GiB ({parts}), {self.card_gib:.1f} of the card"
+
+
+def estimate(plan: Plan, path: Path = "fast") -> Estimate:
+    """Peak memory of a bf16 run.
+
+    Args:
+        plan: resolved; the distributed optimizer is on unless `path` is sdpa (recipes/machine.py).
+        path: fast is Transformer Engine with the levers of recipes/speed.py, plain without them, sdpa without TE.
+    """
+    stages = [_stage(plan, path, stage) for stage in range(plan.pipeline_parallel)]
+    return max(stages, key=lambda stage: stage.allocated_gib)
+
+
+def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
+    shape, tp, pp = plan.shape, plan.tensor_parallel, plan.pipeline_parallel
+    last = stage == pp - 1
+    embedding = shape.vocab_size * shape.hidden_size
+    layers = shape.num_layers / pp
+    body = (shape.num_parameters - embedding * (1 if shape.tied else 2)) / pp
+    ends = (stage == 0) + (last if pp > 1 or not shape.tied else 0)  # with one stage a tied embedding is there once
+    parameters = (body + embedding * ends) / tp
+    shared_by = 1 if path == "sdpa" else max(1, plan.data_parallel)
+    every, split = HIDDEN_EVERY_RANK, HIDDEN - HIDDEN_EVERY_RANK
+    if plan.sequence_parallel:
+        every, split = 0.0, HIDDEN
+    kept = 2 * ((every + split / tp) * shape.hidden_size + FFN[path] * shape.ffn_hidden_size / tp)
+    tokens = plan.micro_batch_size * plan.seq_length / max(1, plan.context_parallel)
+    vp = plan.virtual_pipeline or 1  # a stage begins its later chunks before the first ones return
+    chunks = 2 * (pp - stage - 1) + (vp - 1) * pp + 1 if vp > 1 else pp - stage
+    in_flight = min(chunks / vp, max(1, plan.num_micro_batches))
+    return Estimate(
+        weights=2 * parameters,
+        gradients=4 * parameters,
+        optimizer=12 * parameters / shared_by,
+        activations=tokens * layers * kept * in_flight,
+        logits=tokens * shape.vocab_size * LOGIT[path] / tp if last else 0.0,
+    )
+
+
+def fit(plan: Plan, profile: str, card_gib: float, path: Path = "fast") -> tuple[Plan, list[str]]:
+    """The plan with the batch of `profile` on a card of this size.
+
+    The longest sequence up to the plan's that fits with one sample, then the largest micro batch; the global batch is
+    the multiple of it (times the replicas) nearest to the profile's tokens a step.
+
+    Returns:
+        the plan, and one line per choice with its reason.
+
+    Raises:
+        UserError: an unknown profile, or a card that one sample of 512 tokens does not fit on.
+    """
+    if profile not in PROFILES:
+        raise UserError(
+            f"unknown memory profile {profile!r}",
+            expected="one of " + ", ".join(PROFILES),
+            found=repr(profile),
+            do="choose one",
+        )
+    room = PROFILES[profile] * card_gib
+    sized = [_sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(MOST, 0, -1)]
+    fitting = [one for one in sized if estimate(one, path).card_gib <= room]
+    if not fitting:
+        least = estimate(dataclasses.replace(plan, micro_batch_size=1, seq_length=512), path)
+        raise UserError(
+            f"the model does not fit into {PROFILES[profile]:.0%} of this card",
+            expected=f"{room:.1f} GiB or less ({PROFILES[profile]:.0%} of {card_gib:.0f} GiB)",
+            found=str(least) + " with one sample of 512 tokens",
+            do="a profile that takes more of the card, or trainer.strategy.tensor_model_parallel_size=2",
+        )
+    best = fitting[0]
+    return best, _reasons(best, profile, card_gib, path)
+
+
+def _lengths(most: int) -> list[int]:
+    return [length for length in (most, 1024, 512) if length <= most]
+
+
+def _sized(plan: Plan, profile: str, micro_batch: int, seq_length: int) -> Plan:
+    once = micro_batch * max(1, plan.data_parallel)  # samples that all replicas take at once
+    samples = max(1, round(TOKENS_PER_STEP[profile] / seq_length / once)) * once
+    return dataclasses.replace(
+        plan,
+        seq_length=seq_length,
+        model_seq_length=seq_length,
+        micro_batch_size=micro_batch,
+        global_batch_size=samples,
+    )
+
+
+def _reasons(plan: Plan, profile: str, card_gib: float, path: Path) -> list[str]:
+    found, share = estimate(plan, path), PROFILES[profile]
+    room = f"{share:.0%} of {card_gib:.0f} GiB"
+    return [
+        f"profile {profile}: {room} = {share * card_gib:.1f} GiB; estimated {found}",
+        f"data.seq_length={plan.seq_length} tokens: the longest that fits with one sample",
+        f"data.micro_batch_size={plan.micro_batch_size} samples: the most that fits",
+        f"data.global_batch_size={plan.global_batch_size} samples = {plan.tokens_per_step:,} tokens a step: the"
+        f" multiple of {plan.micro_batch_size} x {plan.data_parallel} nearest to {TOKENS_PER_STEP[profile]:,}",
+    ]

@@ -1,0 +1,74 @@
+"""The batch that the user left open: fitted to the card and to the replicas, as overrides that are recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+
+from ops import machine_facts
+from recipes import memory, overrides, registry
+from recipes.plan import Plan
+from runtime.rundir import RunDir
+from runtime.spec import RunSpec
+
+log = logging.getLogger("launch")
+BATCH = ("data.micro_batch_size", "data.global_batch_size", "data.seq_length", "model.config.seq_length")
+
+
+def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
+    """The spec with words for what the recipe leaves to the machine, each choice logged with its reason.
+
+    A number of the user's own is never changed; a resumed run keeps the batch it began with.
+
+    Args:
+        here: this machine trains, so that its card can be asked.
+    """
+    given = [word for word in spec.overrides if overrides.split(word)[0] in BATCH]
+    if spec.resume and not given and folder.spec_file.is_file():
+        kept = [word for word in folder.spec().overrides if overrides.split(word)[0] in BATCH]
+        for word in kept:
+            log.info("%s (as this run began)", word)
+        return _with(spec, kept)
+    plan = _plan(spec)
+    if plan.memory_profile and not given:
+        return _to_card(spec, plan, here)
+    return _to_replicas(spec, plan)
+
+
+def _plan(spec: RunSpec) -> Plan:
+    return overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
+
+
+def _with(spec: RunSpec, words: list[str]) -> RunSpec:
+    return dataclasses.replace(spec, overrides=(*spec.overrides, *words))
+
+
+def _to_card(spec: RunSpec, plan: Plan, here: bool) -> RunSpec:
+    """A profile's batch on the smallest card that a rank gets; the recipe's own numbers are for 80 GiB."""
+    assert plan.memory_profile is not None
+    cards = machine_facts.cards().visible[: plan.devices] if here else ()
+    size = min((card.total / memory.GIB for card in cards), default=memory.CARD_GIB)
+    if not cards:
+        log.info("profile %s: no card to ask here, %.0f GiB assumed", plan.memory_profile, size)
+    have_te = not cards or importlib.util.find_spec("transformer_engine") is not None
+    fitted, reasons = memory.fit(plan, plan.memory_profile, size, "fast" if have_te else "sdpa")
+    for reason in reasons:
+        log.info("%s", reason)
+    now, then = fitted.values(), plan.values()
+    return _with(spec, [f"{path}={now[path]}" for path in BATCH if now[path] != then[path]])
+
+
+def _to_replicas(spec: RunSpec, plan: Plan) -> RunSpec:
+    """The global batch is what is trained; how many of its samples a rank takes at once only has to fit."""
+    whole, replicas, size = plan.global_batch_size, plan.data_parallel, plan.micro_batch_size
+    own = any(overrides.split(word)[0] == "data.micro_batch_size" for word in spec.overrides)
+    if own or replicas < 2 or size < 1 or whole % replicas or whole % (size * replicas) == 0:
+        return spec  # it fits, or preflight says what is wrong with it
+    share = whole // replicas
+    fitting = max(n for n in range(1, size + 1) if share % n == 0)
+    log.info(
+        "data.micro_batch_size: %d -> %d samples, the most that divides the %d of a replica (global batch %d / %d)",
+        *(size, fitting, share, whole, replicas),
+    )
+    return _with(spec, [f"data.micro_batch_size={fitting}"])
