@@ -177,12 +177,6 @@ class TokenCount:
         for domain, tokens in zip(domains, per_sample, strict=True):
             self.by_domain[domain] = self.by_domain.get(domain, 0) + tokens
 
-    def state(self) -> dict[str, Any]:
-        return {"unmasked": self.unmasked, "by_domain": dict(self.by_domain)}
-
-    def load(self, state: dict[str, Any]) -> None:
-        self.unmasked, self.by_domain = state["unmasked"], dict(state["by_domain"])
-
 
 TOKENS = TokenCount()
 
