@@ -30,4 +30,8 @@ def adapt(recipe: run.Partial, speed: bool = True) -> list[str]:
             "optim.config.use_distributed_optimizer: True -> False"
             " (its state cannot be restored without Transformer Engine or Apex)"
         )
+    ddp = recipe.trainer.strategy.ddp
+    if isinstance(ddp, run.Config):
+        ddp.use_distributed_optimizer = ddp.overlap_param_gather = False
+        lines.append("trainer.strategy.ddp: no sharded optimizer, so no parameters to gather")
     return lines

@@ -19,14 +19,15 @@ from runtime.errors import UserError
 GIB = 2**30
 HIDDEN = 8.0  # activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
 HIDDEN_EVERY_RANK = 4.0  # of these: norms and residuals, which tensor parallelism does not split
-FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 5.0}  # times the FFN size: one SwiGLU kernel, three, three with fp32 copies
-LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 10.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
+FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 3.0}  # times the FFN size: one SwiGLU kernel, or three
+LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
 OUTSIDE_GIB = 1.5  # of a card, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
 FRAGMENTS = 1.04  # reserved by the allocator / allocated, with expandable segments
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a card's memory
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
 MOST = 32  # samples of a micro batch: beyond, the matrix products get no faster
+SPARED = 0.85  # of a card, for a recipe without a profile: room for validation, and for an estimate that is off
 CARD_GIB = 80.0  # assumed where no card can be asked
 
 Path = Literal["fast", "plain", "sdpa"]
@@ -41,6 +42,7 @@ class Estimate:
     optimizer: float
     activations: float
     logits: float
+    pools: int = 1  # overlapped gradient sums keep one micro batch out of the CUDA graph, whose memory is its own
 
     @property
     def allocated_gib(self) -> float:
@@ -50,10 +52,12 @@ class Estimate:
     @property
     def card_gib(self) -> float:
         """What nvidia-smi reports."""
-        return self.allocated_gib * FRAGMENTS + OUTSIDE_GIB
+        held = self.allocated_gib + (self.pools - 1) * (self.activations + self.logits) / GIB
+        return held * FRAGMENTS + OUTSIDE_GIB
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{f.name} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
+        names = [f.name for f in dataclasses.fields(self) if f.name != "pools"]
+        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
         return f"{self.allocated_gib:.2f} GiB ({parts}), {self.card_gib:.1f} of the card"
 
 
@@ -62,7 +66,8 @@ def estimate(plan: Plan, path: Path = "fast") -> Estimate:
 
     Args:
         plan: resolved; the distributed optimizer is on unless `path` is sdpa (recipes/machine.py).
-        path: fast is Transformer Engine with the levers of recipes/speed.py, plain without them, sdpa without TE.
+        path: fast is Transformer Engine with the levers of recipes/speed.py, plain without them, sdpa the levers
+            without TE.
     """
     stages = [_stage(plan, path, stage) for stage in range(plan.pipeline_parallel)]
     return max(stages, key=lambda stage: stage.allocated_gib)
@@ -91,6 +96,7 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
         optimizer=12 * parameters / shared_by,
         activations=tokens * layers * kept * in_flight,
         logits=tokens * shape.vocab_size * LOGIT[path] / tp if last else 0.0,
+        pools=2 if path != "plain" and plan.data_parallel > 1 and tp * pp == 1 else 1,
     )
 
 
@@ -126,6 +132,16 @@ def fit(plan: Plan, profile: str, card_gib: float, path: Path = "fast") -> tuple
         )
     best = fitting[0]
     return best, _reasons(best, profile, card_gib, path)
+
+
+def largest_micro_batch(plan: Plan, card_gib: float, path: Path = "fast") -> int:
+    """The largest micro batch that leaves the global batch as it is and fits into `SPARED` of a card; at least 1."""
+    share = plan.global_batch_size // max(1, plan.data_parallel)
+    for size in range(min(MOST, share), 1, -1):
+        sized = dataclasses.replace(plan, micro_batch_size=size)
+        if share % size == 0 and estimate(sized, path).card_gib <= SPARED * card_gib:
+            return size
+    return 1
 
 
 def _lengths(most: int) -> list[int]:

@@ -33,7 +33,32 @@ def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
     plan = _plan(spec)
     if plan.memory_profile and not given:
         return _to_card(spec, plan, here)
+    size, path = _card(plan, here)
+    own = any(overrides.split(word)[0] == "data.micro_batch_size" for word in given)
+    if size and not own and plan.accelerator == "gpu" and plan.model_parallel == 1:
+        return _largest(spec, plan, size, path)
     return _to_replicas(spec, plan)
+
+
+def _card(plan: Plan, here: bool) -> tuple[float | None, memory.Path]:
+    """GiB of the smallest card that a rank gets, if it can be asked, and the path that trains on it."""
+    cards = machine_facts.cards().visible[: plan.devices] if here else ()
+    have_te = not cards or importlib.util.find_spec("transformer_engine") is not None
+    return min((card.total / memory.GIB for card in cards), default=None), "fast" if have_te else "sdpa"
+
+
+def _largest(spec: RunSpec, plan: Plan, size: float, path: memory.Path) -> RunSpec:
+    """The same global batch in the fewest pieces: fuller matrix products, fewer launches."""
+    best = memory.largest_micro_batch(plan, size, path)
+    if best == plan.micro_batch_size:
+        return spec
+    found = memory.estimate(dataclasses.replace(plan, micro_batch_size=best), path)
+    log.info(
+        "data.micro_batch_size: %d -> %d samples, the most that divides the global batch and fits into %.0f%% of"
+        " %.0f GiB (estimated %s)",
+        *(plan.micro_batch_size, best, 100 * memory.SPARED, size, found),
+    )
+    return _with(spec, [f"data.micro_batch_size={best}"])
 
 
 def _plan(spec: RunSpec) -> Plan:
@@ -47,12 +72,11 @@ def _with(spec: RunSpec, words: list[str]) -> RunSpec:
 def _to_card(spec: RunSpec, plan: Plan, here: bool) -> RunSpec:
     """A profile's batch on the smallest card that a rank gets; the recipe's own numbers are for 80 GiB."""
     assert plan.memory_profile is not None
-    cards = machine_facts.cards().visible[: plan.devices] if here else ()
-    size = min((card.total / memory.GIB for card in cards), default=memory.CARD_GIB)
-    if not cards:
+    asked, path = _card(plan, here)
+    size = asked or memory.CARD_GIB
+    if asked is None:
         log.info("profile %s: no card to ask here, %.0f GiB assumed", plan.memory_profile, size)
-    have_te = not cards or importlib.util.find_spec("transformer_engine") is not None
-    fitted, reasons = memory.fit(plan, plan.memory_profile, size, "fast" if have_te else "sdpa")
+    fitted, reasons = memory.fit(plan, plan.memory_profile, size, path)
     for reason in reasons:
         log.info("%s", reason)
     now, then = fitted.values(), plan.values()

@@ -28,7 +28,8 @@ class GraphedSchedule:
     Args:
         eager_steps: plain steps before the capture (initialisation, kernel choice, compilation).
 
-    With data-parallel ranks the last micro batch of a step stays plain: its backward starts the gradient reduction.
+    With `overlap_grad_reduce` the last micro batch of a step stays plain: its backward starts the gradient reduction.
+    Its activations have memory of their own beside the graph's (recipes/memory.py counts both).
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
     """
@@ -59,7 +60,7 @@ class GraphedSchedule:
         """Megatron's schedule protocol; `rest` (sequence length, forward_only ...) goes to the plain schedule."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        plain = int(parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1)
+        plain = int(get_attr_wrapped_model(model, "ddp_config").overlap_grad_reduce)
         if rest.get("forward_only") or self.eager_steps > 0 or num_microbatches <= plain:
             self.eager_steps -= not rest.get("forward_only")
             rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(

@@ -52,7 +52,7 @@ def test_values_arrive() -> None:
         ("tier: production\n", "line 1", "'dev', 'staging' or 'prod'"),
         ("image: x\nmounts:\n- /a:/b\n- /a\n", "line 4", "cannot be used safely"),
         ("slurm:\n  sbatch: {wrap: reboot}\n", "line 1", "the launcher sets wrap itself"),
-        ("slurm:\n  sbatch: {comment: \"a' b\"}\n", "line 2", "sbatch.comment"),
+        ('slurm:\n  sbatch: {comment: "a\' b"}\n', "line 2", "sbatch.comment"),
         ("tunnel: {kind: ssh, host: h, user: u}\n", "the file", "give workdir"),
         ("tunnel: {kind: ssh, host: '-oProxyCommand=x', user: u}\nworkdir: /w\n", "line 1", "cannot be used safely"),
         ("mounts: ['/a:/b']\n", "the file", "give an image"),
