@@ -119,8 +119,15 @@ def test_a_gradient_that_is_not_finite_ends_the_run(sample: Path, forked: Callab
     assert "1 step(s) up to step 5 had a gradient that is not finite" in forked(_poisoned, sample)
 
 
+# torch's threads do not survive a fork: what computes runs in a fork itself, so that later tests can fork this process
 @pytest.mark.parametrize("tied", [True, False])
-def test_output_layer_and_loss_have_the_gradients_of_the_plain_functions(tied: bool) -> None:
+def test_output_layer_and_loss_have_the_gradients_of_the_plain_functions(
+    tied: bool, forked: Callable[..., Any]
+) -> None:
+    forked(_output_layer_and_loss, tied)
+
+
+def _output_layer_and_loss(tied: bool) -> None:
     """Against float64 autograd, with uneven token weights as a mask gives them, twice into the same buffer."""
     from runtime.fast.lm_head import linear_cross_entropy
 
@@ -143,7 +150,11 @@ def test_output_layer_and_loss_have_the_gradients_of_the_plain_functions(tied: b
         assert torch.allclose(linear_cross_entropy(hidden, weight, labels), losses, atol=1e-5)
 
 
-def test_split_and_rotate_has_the_gradient_of_its_definition() -> None:
+def test_split_and_rotate_has_the_gradient_of_its_definition(forked: Callable[..., Any]) -> None:
+    forked(_split_and_rotate)
+
+
+def _split_and_rotate() -> None:
     """`torch.autograd.gradcheck` in float64 on an odd shape: 3 groups of 2 heads."""
     from runtime.fast.qkv import SplitAndRotate
 
