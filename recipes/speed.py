@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import nemo_run as run
-from megatron.core.distributed import DistributedDataParallelConfig
 from nemo.collections.llm.gpt.model.base import HAVE_TE
 
 from runtime.fast import wgrad
@@ -29,7 +28,6 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         ("speed.fused_qkv", True, "query, key and value split and rotated in one pass"),
         ("speed.device_step", True, "clipping, AdamW and the NaN check without a wait for the GPU"),
         ("speed.gc_freeze", True, "a garbage collection need not walk what the imports left: 0.5 s in mid-step"),
-        ("trainer.strategy.ddp.check_for_nan_in_grad", False, "speed.device_step keeps that watch on the GPU"),
     ]
     if HAVE_TE and _te_version() >= TE_LOSS:
         found.append(("model.config.cross_entropy_fusion_impl", "te", "Transformer Engine's loss where ours is off"))
@@ -38,7 +36,9 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
             ("model.config.gradient_accumulation_fusion", True, "weight gradients added in the matrix product")
         )
     if one_rank:
-        found.append(("speed.fused_lm_head", True, "output layer and loss touch the logits three times, not eight"))
+        found.append(
+            ("speed.fused_lm_head", True, "output layer and loss in one function: fewer passes over the logits")
+        )
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
         if isinstance(strategy.ddp, run.Config) and strategy.ddp.overlap_param_gather:
             reason = "a captured forward pass cannot wait for the weights: they are gathered after the step"
@@ -58,8 +58,6 @@ def with_speed(recipe: run.Partial) -> list[str]:
     Returns:
         one line per change: `path: old -> new (reason)`.
     """
-    if not isinstance(recipe.trainer.strategy.ddp, run.Config):
-        recipe.trainer.strategy.ddp = run.Config(DistributedDataParallelConfig, check_for_nan_in_grad=True)
     lines = []
     for path, value, reason in levers(recipe):
         *owners, name = path.split(".")

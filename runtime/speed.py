@@ -10,8 +10,10 @@ import lightning.pytorch as pl
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import get_attr_wrapped_model
 from nemo.utils.get_rank import is_global_rank_zero
 
+from runtime.errors import GateError
 from runtime.fast import lm_head, qkv, wgrad
 from runtime.fast.graph import GraphedSchedule
 from runtime.fast.loss import SyncFreeLossReduction
@@ -26,7 +28,7 @@ class Speed(pl.Callback):
     Args:
         sync_free_loss: the masked mean loss stays on the device (runtime/fast/loss.py).
         sync_free_log: Lightning gets a plain number only in the steps whose logs are written; each costs a wait for the
-            GPU, and NeMo logs four a step.
+            GPU, and NeMo logs several a step.
         fused_lm_head: output layer and cross-entropy in one function (runtime/fast/lm_head.py); needs tensor and
             pipeline parallel size 1.
         fused_qkv: the QKV projection's output is split and rotated in one pass (runtime/fast/qkv.py).
@@ -74,6 +76,8 @@ class Speed(pl.Callback):
             chained = trainer.strategy.optimizers[0].mcore_optimizer
             if not _off("device_step", DeviceStep.unfit(chained)):
                 self._step = DeviceStep(chained)
+                for chunk in trainer.strategy.megatron_parallel:  # Megatron's own watch, which waits for the GPU
+                    get_attr_wrapped_model(chunk, "ddp_config").check_for_nan_in_grad = False
         if self.cuda_graph and not _off("cuda_graph", GraphedSchedule.unfit(pl_module.config, self.fused_lm_head)):
             self._schedule = GraphedSchedule()
         if self.sync_free_log:
@@ -92,9 +96,11 @@ class Speed(pl.Callback):
         if self._step is not None and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps):
             skipped = int(self._step.skipped)
             if skipped:
-                raise FloatingPointError(
-                    f"{skipped} step(s) up to step {step} had a gradient that is not finite (NaN or infinite);"
-                    " none of them changed the weights. Lower optim.config.lr, or look at the data"
+                raise GateError(
+                    "a gradient is not finite",
+                    expected="numbers in every gradient",
+                    found=f"NaN or infinity in {skipped} step(s) up to step {step}; none of them changed the weights",
+                    do="lower optim.config.lr, or look at the data of these steps",
                 )
 
     def on_train_end(self, *_: Any) -> None:

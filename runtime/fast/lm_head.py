@@ -1,9 +1,9 @@
 """The output layer and its cross-entropy as one function, so that the logits are touched as little as possible.
 
-The logits are the largest tensor of a small model (151,936 wide: half of all bytes moved). The plain path reads and
-writes them for the matrix product, the softmax, the loss, the gradient and its scaling. Here the loss kernel writes
-softmax - onehot over the logits (online softmax, arXiv 1805.02867), and the weight that the loss gives each token is
-applied to the narrow side: d hidden = g * (d logits @ W), d W = d logits^T @ (g * hidden).
+The logits are the largest tensor of a small model (151,936 wide). The plain path reads and writes them for the matrix
+product, the softmax, the loss, the gradient and its scaling. Here the loss kernel writes softmax - onehot over the
+logits (online softmax, arXiv 1805.02867), and the weight that the loss gives each token is applied to the narrow side:
+d hidden = g * (d logits @ W), d W = d logits^T @ (g * hidden).
 """
 
 from __future__ import annotations

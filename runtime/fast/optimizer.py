@@ -12,7 +12,7 @@ class DeviceStep:
 
     The stock step copies the gradient norm to the host to decide whether to scale the gradients, in a pass of its
     own. Here the norm stays where it is and torch's fused AdamW takes the clip factor along. A gradient that is not
-    finite changes nothing, and is counted in `skipped`: runtime/progress.py reads that count at its interval and
+    finite changes nothing, and is counted in `skipped`: runtime/speed.py reads that count at the logging interval and
     ends the run. The state lives where Megatron keeps it, so checkpoints do not change.
 
     Args:

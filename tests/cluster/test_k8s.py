@@ -101,7 +101,9 @@ def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
     """torchrun takes its place and meeting point from the manifest's PET_* variables (DNS replaced by loopback)."""
     ranks = _pod(_objects(2, tmp_path))["containers"][0]
     (tmp_path / "runtime").mkdir()
-    (tmp_path / "runtime" / "rank.py").write_text("import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'])\n")
+    (tmp_path / "runtime" / "rank.py").write_text(  # one write a rank: what two ranks print must not mix
+        "import os, sys\nsys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
