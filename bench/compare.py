@@ -1,10 +1,11 @@
 """The table of docs/10-performance.md: our recipe, stock NeMo and the transformers peer, in turns, in one call.
 
     python -m bench.compare [--case NAME ...] [--rounds 2] [--peer-path PATH] [--json FILE]
+    python -m bench.compare --case "1.3M on the CPU" --rounds 5
 
 Each case runs stock once, then ours and the peer alternately `--rounds` times, each in a process of its own; imports
-overlap, measurements do not. Throughput is the median of the rounds, memory the largest. Needs one GPU and a prepared
-corpus in corpora/mine. `--peer-path` is the PYTHONPATH of the peer, where it has another transformers.
+overlap (on the CPU they do not: they would be measured too), measurements do not. Throughput is the median of the
+rounds, memory the largest. All but the CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of the peer, where it has another transformers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,22 @@ CASES = {
     "318M, 16 x 4": (_REDUCED_12_GROUPS, 16, 16, 64, 10),
     "494M tied, 8 x 4": (["--recipe", "qwen25_500m"], 8, 8, 32, 10),
 }
+CPU = "1.3M on the CPU"
+CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)
 
 
 def commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
     """(who, arguments after `python -m`) of one case, in the order in which they run."""
     what, micro, stock_micro, total, steps = CASES[case]
     batch = [*what, f"data.global_batch_size={total}", "--steps", str(steps)]
-    stock = ["bench.throughput", "--plain", "--env", "official", *batch, f"data.micro_batch_size={stock_micro}"]
+    stock = [
+        "bench.throughput",
+        "--plain",
+        "--env",
+        "base" if case == CPU else "official",
+        *batch,
+        f"data.micro_batch_size={stock_micro}",
+    ]
     ours = ["bench.throughput", *batch, f"data.micro_batch_size={micro}"]
     peer = ["bench.peer_hf", *batch, f"data.micro_batch_size={micro}"]
     return [("stock", stock)] + [("ours", ours), ("peer", peer)] * rounds
@@ -48,10 +58,11 @@ def row(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             found[f"{who}_error"] = errors[0]
             continue
         found[f"{who}_tokens_per_second"] = statistics.median(r["tokens_per_second"] for r in results)
-        found[f"{who}_peak_gib"] = max(r["peak_gib"] for r in results)
         found[f"{who}_p99_over_p50"] = max(r["step_p99"] / r["step_p50"] for r in results)
-        found[f"{who}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
-        found["device"] = results[0]["device"]
+        if case != CPU:
+            found[f"{who}_peak_gib"] = max(r["peak_gib"] for r in results)
+            found[f"{who}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
+            found["device"] = results[0]["device"]
     if "ours_tokens_per_second" in found and "peer_tokens_per_second" in found:
         found["ratio"] = found["ours_tokens_per_second"] / found["peer_tokens_per_second"]
     return found
@@ -67,10 +78,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "ratio" not in r:
             lines.append(f"| {r['case']} | " + "; ".join(str(v) for k, v in r.items() if k.endswith("error")) + " |")
             continue
+        gib = [f"{r[f'{who}_peak_gib']:.1f}" if f"{who}_peak_gib" in r else "" for who in ("peer", "ours")]
+        rate = f"{r['ours_mfu_of_card']:.0%}" if "ours_mfu_of_card" in r else ""
         lines.append(
             f"| {r['case']} | {r.get('stock_tokens_per_second', 0):,.0f} | {r['peer_tokens_per_second']:,.0f}"
-            f" | {r['ours_tokens_per_second']:,.0f} | {r['ratio']:.2f} | {r['peer_peak_gib']:.1f}"
-            f" | {r['ours_peak_gib']:.1f} | {r['ours_p99_over_p50']:.2f} | {r['ours_mfu_of_card']:.0%} |"
+            f" | {r['ours_tokens_per_second']:,.0f} | {r['ratio']:.2f} | {gib[0]} | {gib[1]}"
+            f" | {r['ours_p99_over_p50']:.2f} | {rate} |"
         )
     return "\n".join(lines)
 
@@ -78,16 +91,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure the cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of the GPU")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peer-path", help="PYTHONPATH of the peer's processes")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
     rows, everything = [], {}
-    for case in args.case or CASES:
+    for case in args.case or [name for name in CASES if name != CPU]:
         plan = commands(case, args.rounds)
         paths = [args.peer_path if who == "peer" else None for who, _ in plan]
-        results = measure([command for _, command in plan], sys.stderr, paths)
+        results = measure([command for _, command in plan], sys.stderr, paths, at_once=1 if case == CPU else 6)
         runs = [(who, result) for (who, _), result in zip(plan, results, strict=True)]
         everything[case] = runs
         rows.append(row(case, runs))

@@ -12,27 +12,20 @@ import importlib.util
 import json
 import os
 
-from bench.throughput import _partial, _run, arguments
-from recipes import memory, overrides, registry
-from runtime import env
+from bench.throughput import prepare, recipe_arguments, train
+from recipes import memory
 
 
 def main() -> None:
     """Train a few steps and print estimate and peak."""
-    parser = arguments(__doc__ or "")
-    parser.add_argument("--env", help="environment set; default: the recipe's")
-    parser.add_argument("--plain", action="store_true", help="stock NeMo and Megatron, no lever")
-    parser.add_argument("--profile", help="write a kernel table of three more steps to this file")
+    parser = recipe_arguments(__doc__ or "")
     parser.set_defaults(warmup=3, steps=3)
     args = parser.parse_intermixed_args()
-    recipe = registry.resolve(args.recipe)
-    env.apply(args.env or recipe.plan.env, os.environ, overrides.early(recipe.plan, args.overrides))
-    partial = _partial(recipe, args)
-    plan = recipe.plan.as_resolved(partial)
+    plan, partial = prepare(args)
     path: memory.Path = "plain" if args.plain else "fast"
     if importlib.util.find_spec("transformer_engine") is None:
         path = "sdpa"
-    estimate, measured = memory.estimate(plan, path), _run(partial, 0.0)
+    estimate, measured = memory.estimate(plan, path), train(partial, 0.0)
     row = {
         "rank": int(os.environ.get("RANK", "0")),
         "path": path,

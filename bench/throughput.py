@@ -43,33 +43,38 @@ def your_turn(wait: bool) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    """Run one recipe and print its figures."""
-    parser = arguments(__doc__ or "")
+def recipe_arguments(description: str) -> argparse.ArgumentParser:
+    """`arguments`, and those of a bench that trains a recipe."""
+    parser = arguments(description)
     parser.add_argument("--env", help="environment set; default: the recipe's")
     parser.add_argument("--plain", action="store_true", help="stock NeMo and Megatron, no lever")
     parser.add_argument("--profile", help="write a kernel table of three more steps to this file")
-    args = parser.parse_intermixed_args()
-    from recipes import overrides, registry
-    from runtime import env
+    return parser
 
-    recipe = registry.resolve(args.recipe)
-    env.apply(args.env or recipe.plan.env, os.environ)
-    plan = overrides.early(recipe.plan, args.overrides)
-    partial = _partial(recipe, args)
-    plan = plan.as_resolved(partial)
+
+def main() -> None:
+    """Run one recipe and print its figures."""
+    args = recipe_arguments(__doc__ or "").parse_intermixed_args()
+    plan, partial = prepare(args)
     waited = your_turn(args.wait)
-    result = finish(_run(partial, waited), plan)
+    result = finish(train(partial, waited), plan)
     if int(os.environ.get("RANK", "0")) == 0:
         print(json.dumps(result), flush=True)
 
 
-def _partial(recipe: Any, args: argparse.Namespace) -> Any:
-    """The recipe as `launch.py` would resolve it, without validation and checkpoints, with a clock."""
+def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Environment, plan and recipe as `launch.py` would resolve them, with a clock in place of checkpoints."""
+    from recipes import overrides, registry
+    from runtime import env
+
+    recipe = registry.resolve(args.recipe)
+    plan = overrides.early(recipe.plan, args.overrides)
+    env.apply(args.env or plan.env, os.environ, plan)
+
     import nemo_run as run
 
     from bench.clock import Clock
-    from recipes import machine, overrides
+    from recipes import machine
 
     partial = recipe()
     for line in machine.adapt(partial, speed=not args.plain):
@@ -82,10 +87,10 @@ def _partial(recipe: Any, args: argparse.Namespace) -> Any:
     partial.trainer.limit_val_batches = 0
     clock = run.Config(Clock, warmup=args.warmup, steps=args.steps, losses=args.losses, profile=args.profile)
     partial.trainer.callbacks.append(clock)
-    return partial
+    return plan.as_resolved(partial), partial
 
 
-def _run(partial: Any, waited: float) -> dict[str, Any]:
+def train(partial: Any, waited: float) -> dict[str, Any]:
     """Train until the clock has seen enough; returns its figures."""
     import fiddle as fdl
 

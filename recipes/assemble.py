@@ -56,5 +56,5 @@ def on_cpu(recipe: run.Partial) -> run.Partial:
     optim.on_cpu(recipe.optim)
     trainer.on_cpu(recipe.trainer)
     recipe.data.pin_memory = False
-    recipe.data.num_workers = 1
+    recipe.data.num_workers = 0  # a batch is read sooner than another process sends it
     return recipe

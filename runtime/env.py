@@ -119,7 +119,7 @@ def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> 
     for source, table in layers(name):
         for key, (value, reason) in table.items():
             condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
-            if condition and plan is not None and not _holds(condition, plan):
+            if condition and plan is not None and not _holds(condition, plan, environ):
                 continue
             merged[key] = Setting(key, value, source, reason, condition if plan is None else "")
     settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
@@ -139,8 +139,11 @@ def apply(name: str, environ: MutableMapping[str, str], plan: Plan | None = None
     return settings
 
 
-def _holds(condition: str, plan: Plan) -> bool:
+def _holds(condition: str, plan: Plan, environ: Mapping[str, str]) -> bool:
+    ranks = plan.devices * plan.num_nodes
     return {
+        "one rank, and no OMP_WAIT_POLICY of yours": ranks == 1 and "OMP_WAIT_POLICY" not in environ,
+        "several ranks": ranks > 1,
         "DP > 1": plan.data_parallel > 1,
         "TP > 1 or CP > 1": plan.tensor_parallel > 1 or plan.context_parallel > 1,
     }[condition]

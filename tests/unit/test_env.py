@@ -67,7 +67,18 @@ def test_keys_for_a_parallelism_are_set_only_with_it(changes: dict[str, int], co
     assert ("NVTE_FWD_LAYERNORM_SM_MARGIN" in environ) == margin
     environ.clear()
     env.apply("official", environ, _plan(**changes))
-    assert set(ONLY_IF) <= set(environ)  # documented as it is, whatever the run
+    assert set(ONLY_IF) & set(SETS["official"]) <= set(environ)  # documented as it is, whatever the run
+
+
+def test_threads_wait_awake_only_where_a_rank_is_alone() -> None:
+    for ranks, yours, found in (
+        (1, {}, {"GOMP_SPINCOUNT": "3000"}),
+        (2, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (1, {"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+    ):
+        environ = dict(yours)
+        env.apply("cpu", environ, _plan(devices=ranks))
+        assert {key: environ[key] for key in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if key in environ} == found
 
 
 def test_wrong_values_are_refused() -> None:
