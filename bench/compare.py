@@ -5,7 +5,8 @@
 
 Each case runs stock once, then ours and the peer alternately `--rounds` times, each in a process of its own; imports
 overlap (on the CPU they do not: they would be measured too), measurements do not. Throughput is the median of the
-rounds, memory the largest. All but the CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of the peer, where it has another transformers.
+rounds, memory the largest. All but the CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is
+the PYTHONPATH of the peer, where it has another transformers.
 """
 
 from __future__ import annotations

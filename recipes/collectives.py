@@ -59,15 +59,22 @@ def check(recipe: run.Partial) -> None:
     """To be called when the overrides are in.
 
     Raises:
-        UserError: Gloo on GPUs with the distributed optimizer, which would die in its first reduce_scatter.
+        UserError: Gloo on GPUs with what would die in its first step: the distributed optimizer's reduce_scatter, or
+            gradient sums in the background.
     """
     backend = getattr(recipe.trainer.strategy, "process_group_backend", None)
     if backend != "gloo" or recipe.trainer.accelerator != "gpu":
         return
-    if recipe.optim.config.use_distributed_optimizer:
-        raise UserError(
-            "Gloo cannot carry the distributed optimizer on GPUs",
-            expected="optim.config.use_distributed_optimizer=False with process_group_backend=gloo",
-            found="optim.config.use_distributed_optimizer=True",
-            do="--env gloo, which changes both, or leave trainer.strategy.process_group_backend alone",
-        )
+    ddp = recipe.trainer.strategy.ddp
+    found = {
+        "optim.config.use_distributed_optimizer": recipe.optim.config.use_distributed_optimizer,
+        "trainer.strategy.ddp.overlap_grad_reduce": getattr(ddp, "overlap_grad_reduce", False),
+    }
+    for path, value in found.items():
+        if value:
+            raise UserError(
+                "Gloo cannot carry this recipe on GPUs",
+                expected=f"{path}=False with process_group_backend=gloo",
+                found=f"{path}={value}",
+                do="--env gloo, which changes what must change, or leave trainer.strategy.process_group_backend alone",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import pickle
@@ -17,6 +18,7 @@ def apply() -> None:
     numpy_product()
     keep_mcore_data()
     virtual_stages()
+    gloo_one_by_one()
 
 
 def numpy_product() -> None:
@@ -114,3 +116,25 @@ def _of_current_stage(ask: Callable[..., bool]) -> Callable[..., bool]:
         return ask(ignore_virtual=ignore_virtual or stage is None, vp_stage=stage)
 
     return wrapped
+
+
+def gloo_one_by_one() -> None:
+    """Gloo has no coalesced all-reduce of GPU tensors, and Megatron sums its gradient buckets coalesced.
+
+    torch 2.11: `ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda`. On a Gloo group the buckets are
+    now summed one after the other, which costs nothing there: Gloo copies each through the host anyway.
+    """
+    import torch
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    coalesced = torch.distributed._coalescing_manager
+    if buffers._coalescing_manager is not coalesced:
+        return
+
+    @functools.wraps(coalesced)
+    def one_by_one(group: Any, device: Any = None, async_ops: bool = False) -> Any:
+        if torch.distributed.get_backend(group) == "gloo" and not async_ops:
+            return contextlib.nullcontext()
+        return coalesced(group, device=device, async_ops=async_ops)
+
+    buffers._coalescing_manager = one_by_one

@@ -6,7 +6,7 @@ import nemo_run as run
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 
-from recipes import collectives, registry
+from recipes import collectives, overrides, registry
 from runtime.errors import UserError
 
 
@@ -26,13 +26,16 @@ def test_gloo_changes_what_it_cannot_carry() -> None:
     collectives.check(recipe)
 
 
-def test_gloo_by_hand_with_the_distributed_optimizer_is_refused() -> None:
-    recipe = registry.resolve("qwen25_500m")()
+@pytest.mark.parametrize("path", ["optim.config.use_distributed_optimizer", "trainer.strategy.ddp.overlap_grad_reduce"])
+def test_gloo_by_hand_is_refused_with_what_it_cannot_carry(path: str) -> None:
+    recipe = registry.resolve("qwen25_500m_dual")()
     collectives.check(recipe)
-    recipe.trainer.strategy.process_group_backend = "gloo"
-    recipe.optim.config.use_distributed_optimizer = True
-    with pytest.raises(UserError, match="--env gloo"):
+    collectives.with_gloo(recipe)
+    collectives.check(recipe)
+    overrides.apply(recipe, [f"{path}=True"])
+    with pytest.raises(UserError, match="--env gloo") as refused:
         collectives.check(recipe)
+    assert f"{path}=True" in refused.value.explain()
 
 
 def test_the_cpu_recipe_has_nothing_to_change() -> None:

@@ -80,3 +80,37 @@ def test_a_checkpoint_without_te_restores_with_te(sample: Path, forked: Callable
     with pytest.raises(RuntimeError, match="_extra_state"):
         forked(_resume_with_extra_state, sample, False)
     assert forked(_resume_with_extra_state, sample, True) == 4
+
+
+def _gloo_without_coalescing() -> tuple[str, float]:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from torch import distributed
+
+    from runtime import compat
+
+    def as_on_a_gpu(*_: Any) -> None:
+        raise RuntimeError("ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda")
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.ProcessGroup.allreduce_coalesced = as_on_a_gpu
+    group, bucket = distributed.group.WORLD, torch.ones(3)
+
+    def sum_of_gradients() -> None:
+        with buffers._coalescing_manager(group, async_ops=False):
+            distributed.all_reduce(bucket, group=group)
+
+    try:
+        sum_of_gradients()
+        stock = "it works"
+    except RuntimeError as problem:
+        stock = str(problem)
+    compat.gloo_one_by_one()
+    compat.gloo_one_by_one()
+    sum_of_gradients()
+    return stock, float(bucket.sum())
+
+
+def test_gloo_sums_buckets_one_by_one(forked: Callable[..., Any]) -> None:
+    stock, total = forked(_gloo_without_coalescing)
+    assert "allreduce_coalesced" in stock
+    assert total == 3.0
