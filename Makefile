@@ -45,8 +45,12 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/unit
 
+# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards
 test: check
-	$(BIN)/pytest --ignore=tests/unit
+	@$(LAUNCH) data sample > /dev/null
+	@$(BIN)/pytest tests/cluster > $(VENV)/cluster.log 2>&1 & \
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/cluster; rest=$$?; \
+	wait $$!; cluster=$$?; cat $(VENV)/cluster.log; exit $$((rest | cluster))
 
 clean:
 	rm -rf $(VENV) runs corpora models
