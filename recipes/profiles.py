@@ -6,12 +6,11 @@ replay share is advice: the blend (data/blend.py) holds the number. "Judgement" 
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from recipes.schedules import Schedule, build
-from runtime.errors import UserError
+from runtime.errors import UserError, unknown
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -116,15 +115,9 @@ def profile(name: str) -> Profile:
     Raises:
         UserError: there is none.
     """
-    if name in PROFILES:
-        return PROFILES[name]
-    near = difflib.get_close_matches(name, PROFILES, n=1)
-    raise UserError(
-        f"unknown profile {name!r}",
-        expected="one of " + ", ".join(PROFILES),
-        found=repr(name),
-        do=f"did you mean {near[0]!r}?" if near else "docs/05-schedules.md says which one when",
-    )
+    if name not in PROFILES:
+        raise unknown("profile", name, PROFILES, "docs/05-schedules.md says which one when")
+    return PROFILES[name]
 
 
 def parameters(name: str, max_steps: int) -> dict[str, Any]:

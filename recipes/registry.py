@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 
 from recipes.plan import Recipe
-from runtime.errors import UserError
+from runtime.errors import UserError, unknown
 
 RECIPES: dict[str, tuple[str, str]] = {
     "qwen25_tiny": ("recipes.qwen25:qwen25_tiny", "1.3M, tied, CPU, from scratch in about a minute"),
@@ -28,13 +27,7 @@ def resolve(name: str) -> Recipe:
         UserError: the name is not registered; the nearest ones are offered.
     """
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
-        raise UserError(
-            f"unknown recipe {name!r}",
-            expected="one of " + ", ".join(RECIPES),
-            found=repr(name),
-            do=f"did you mean {near[0]!r}?" if near else "python launch.py recipes",
-        )
+        raise unknown("recipe", name, RECIPES, "python launch.py recipes")
     module, function = RECIPES[name][0].split(":")
     found = getattr(importlib.import_module(module), function)
     if not isinstance(found, Recipe):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import shlex
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from runtime import vccl
 from runtime.env_sets import BACKEND, BASE, ONLY_IF, SETS, TIERS, TIMEOUT, VERBATIM, Table
-from runtime.errors import UserError
+from runtime.errors import UserError, unknown
 
 if TYPE_CHECKING:
     from recipes.plan import Plan
@@ -64,14 +63,8 @@ def layers(name: str) -> list[tuple[str, Table]]:
 def _file(word: str) -> Table:
     """A layer from a file of `export KEY=value  # reason` lines; nothing in it is executed."""
     if "/" not in word and not word.endswith(".env"):
-        names = [*SETS, *TIERS]
-        near = difflib.get_close_matches(word, names, n=1, cutoff=0.3)
-        raise UserError(
-            f"unknown environment set {word!r}",
-            expected="one of " + ", ".join(names) + ", or a FILE.env; joined as in dual+prod",
-            found=repr(word),
-            do=f"did you mean --env {near[0]}?" if near else "leave --env out to take the recipe's own",
-        )
+        also = ", or a FILE.env; joined as in dual+prod"
+        raise unknown("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
     try:
         lines = Path(word).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as problem:

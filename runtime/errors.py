@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 EXIT_RUN = 1
 EXIT_USER = 2
 EXIT_PREFLIGHT = 3
@@ -45,6 +48,24 @@ class UserError(ProjectError):
     """Wrong command line, recipe, override, or input file (exit code 2)."""
 
     exit_code = EXIT_USER
+
+
+def unknown(kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "") -> UserError:
+    """`name` is none of `names`: which there are, and the one that was probably meant.
+
+    Args:
+        kind: what it would be the name of.
+        otherwise: what to do where no name is near.
+        also: what else would be understood.
+    """
+    known = list(names)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    return UserError(
+        f"unknown {kind} {name!r}",
+        expected="one of " + ", ".join(known) + also,
+        found=repr(name),
+        do=f"did you mean {near[0]!r}?" if near else otherwise,
+    )
 
 
 class PreflightError(ProjectError):

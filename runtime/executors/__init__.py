@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from runtime.errors import UserError
+from runtime.errors import unknown
 from runtime.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -66,13 +65,7 @@ def check(name: str) -> None:
         UserError: no such executor.
     """
     if name not in EXECUTORS:
-        near = difflib.get_close_matches(name, EXECUTORS, n=1, cutoff=0.4)
-        raise UserError(
-            f"unknown executor {name!r}",
-            expected="one of " + ", ".join(EXECUTORS),
-            found=repr(name),
-            do=f"did you mean --executor {near[0]}?" if near else "--executor direct",
-        )
+        raise unknown("executor", name, EXECUTORS, "--executor direct")
 
 
 def resolve(name: str) -> Callable[[Job], int]:
