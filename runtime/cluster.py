@@ -28,6 +28,7 @@ Name = Annotated[str, _Matching(_SAFE)]
 NameList = Annotated[str, _Matching(rf"{_SAFE}(,{_SAFE})*")]
 Text = Annotated[str, _Matching(rf"[^{_UNPRINTABLE}]+")]
 AnyText = Annotated[str, _Matching(rf"[^{_UNPRINTABLE}]*")]
+Program = Annotated[str, _Matching(rf"[^{_UNPRINTABLE}-][^{_UNPRINTABLE}]*")]  # srun would take -x as its own option
 PlainPath = Annotated[str, _Matching(r"/[A-Za-z0-9._/@+=-]*")]
 AbsolutePath = Annotated[str, _Matching(_PATH)]
 Mount = Annotated[str, _Matching(rf"{_PATH}:{_PATH}(:ro|:rw)?")]
@@ -177,7 +178,7 @@ class Cluster(_Part):
     image: Image | None = None
     mounts: list[Mount] = []
     workdir: AbsolutePath | None = None
-    python: Text | None = None
+    python: Program | None = None
     tier: Literal["dev", "staging", "prod"] | None = None
     collectives: Literal["nccl", "gloo", "vccl"] = "nccl"
     env: dict[Variable, AnyText] = {}

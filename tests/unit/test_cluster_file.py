@@ -45,6 +45,7 @@ def test_values_arrive() -> None:
         ("nodes: 0\n", "line 1", "greater than or equal to 1"),
         ("nodes: '2'\n", "line 1", "valid integer"),
         ("account: 'a;b'\n", "line 1", "cannot be used safely"),
+        ("python: --uid=root\n", "line 1", "cannot be used safely"),
         ("account: a\nworkdir: relative\n", "line 2", "cannot be used safely"),
         ('workdir: "/a\\nb"\n', "line 1", "cannot be used safely"),
         ("env: {A-B: x}\n", "line 1", "cannot be used safely"),
