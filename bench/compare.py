@@ -60,7 +60,7 @@ def row(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             continue
         found[f"{who}_tokens_per_second"] = statistics.median(r["tokens_per_second"] for r in results)
         found[f"{who}_p99_over_p50"] = max(r["step_p99"] / r["step_p50"] for r in results)
-        if case != CPU:
+        if "device" in results[0]:  # a GPU
             found[f"{who}_peak_gib"] = max(r["peak_gib"] for r in results)
             found[f"{who}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
             found["device"] = results[0]["device"]

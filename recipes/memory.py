@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from recipes.plan import Plan
-from runtime.errors import UserError
+from runtime.errors import UserError, unknown
 
 GIB = 2**30
 HIDDEN = 8.0  # activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
@@ -113,12 +113,7 @@ def fit(plan: Plan, profile: str, card_gib: float, path: Path = "fast") -> tuple
         UserError: an unknown profile, or a card that one sample of 512 tokens does not fit on.
     """
     if profile not in PROFILES:
-        raise UserError(
-            f"unknown memory profile {profile!r}",
-            expected="one of " + ", ".join(PROFILES),
-            found=repr(profile),
-            do="choose one",
-        )
+        raise unknown("memory profile", profile, PROFILES, "choose one of them")
     room = PROFILES[profile] * card_gib
     sized = [_sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(MOST, 0, -1)]
     fitting = [one for one in sized if estimate(one, path).card_gib <= room]

@@ -121,23 +121,24 @@ def qwen25_500m_single(plan: Plan) -> run.Partial:
     return pretrain(plan)
 
 
-@recipe(
-    shape=QWEN25_500M,
-    accelerator="gpu",
-    env="official",
-    data="corpora/mine",
-    seq_length=2048,
-    micro_batch_size=2,
-    global_batch_size=128,
-    max_steps=2000,
-    warmup_steps=20,
-    max_lr=3e-4,
-    min_lr=3e-5,
-    val_check_interval=200,
-    limit_val_batches=8,
-    log_every_n_steps=10,
-    save_every_n_steps=500,
-)
+# the full-size model from scratch, on whatever number of GPUs
+_FULL = {
+    "shape": QWEN25_500M,
+    "accelerator": "gpu",
+    "data": "corpora/mine",
+    "seq_length": 2048,
+    "max_steps": 2000,
+    "warmup_steps": 20,
+    "max_lr": 3e-4,
+    "min_lr": 3e-5,
+    "val_check_interval": 200,
+    "limit_val_batches": 8,
+    "log_every_n_steps": 10,
+    "save_every_n_steps": 500,
+}
+
+
+@recipe(env="official", micro_batch_size=2, global_batch_size=128, **_FULL)
 def qwen25_500m(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B at full size, tied embeddings (494M), on one GPU."""
     from recipes.assemble import pretrain
@@ -174,26 +175,8 @@ def qwen25_500m_cpt(plan: Plan) -> run.Partial:
     return profiles.with_profile(pretrain(plan), "gentle", plan.max_steps)
 
 
-_DUAL = {
-    "shape": QWEN25_500M,
-    "accelerator": "gpu",
-    "env": "dual",
-    "data": "corpora/mine",
-    "devices": 2,
-    "seq_length": 2048,
-    "max_steps": 2000,
-    "warmup_steps": 20,
-    "max_lr": 3e-4,
-    "min_lr": 3e-5,
-    "val_check_interval": 200,
-    "limit_val_batches": 8,
-    "log_every_n_steps": 10,
-    "save_every_n_steps": 500,
-}
-
-
 # the batch is for an 80 GiB card; the launcher fits it to the card that is there (recipes/memory.py)
-@recipe(memory_profile="balanced", micro_batch_size=8, global_batch_size=128, **_DUAL)
+@recipe(env="dual", devices=2, memory_profile="balanced", micro_batch_size=8, global_batch_size=128, **_FULL)
 def qwen25_500m_dual(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B at full size (494M, tied) on two GPUs, data parallel: about 65% of each card."""
     from recipes.assemble import many_gpus, pretrain
@@ -201,7 +184,7 @@ def qwen25_500m_dual(plan: Plan) -> run.Partial:
     return many_gpus(pretrain(plan))
 
 
-@recipe(memory_profile="conservative", micro_batch_size=5, global_batch_size=60, **_DUAL)
+@recipe(env="dual", devices=2, memory_profile="conservative", micro_batch_size=5, global_batch_size=60, **_FULL)
 def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
     """The same with about 48% of each card: room for another program beside it."""
     from recipes.assemble import many_gpus, pretrain
@@ -209,7 +192,7 @@ def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
     return many_gpus(pretrain(plan))
 
 
-@recipe(memory_profile="aggressive", micro_batch_size=12, global_batch_size=264, **_DUAL)
+@recipe(env="dual", devices=2, memory_profile="aggressive", micro_batch_size=12, global_batch_size=264, **_FULL)
 def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
     """The same with about 90% of each card: nothing else may run there."""
     from recipes.assemble import many_gpus, pretrain
@@ -218,27 +201,16 @@ def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
 
 
 @recipe(
-    shape=QWEN25_500M,
-    accelerator="gpu",
     env="multinode-ib",
-    data="corpora/mine",
     num_nodes=2,
     devices=8,
     tensor_parallel=2,
     pipeline_parallel=2,
     virtual_pipeline=2,
     sequence_parallel=True,
-    seq_length=2048,
     micro_batch_size=4,
     global_batch_size=256,
-    max_steps=2000,
-    warmup_steps=20,
-    max_lr=3e-4,
-    min_lr=3e-5,
-    val_check_interval=200,
-    limit_val_batches=8,
-    log_every_n_steps=10,
-    save_every_n_steps=500,
+    **_FULL,
 )
 def qwen25_500m_multinode(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B on two nodes of eight: tensor groups inside a node, a pipeline stage on each, four replicas.

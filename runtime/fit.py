@@ -33,11 +33,10 @@ def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
     plan = _plan(spec)
     if plan.memory_profile and not given:
         return _to_card(spec, plan, here)
-    size, path = _card(plan, here)
-    own = any(overrides.split(word)[0] == "data.micro_batch_size" for word in given)
-    if size and not own and plan.accelerator == "gpu" and plan.model_parallel == 1:
-        return _largest(spec, plan, size, path)
-    return _to_replicas(spec, plan)
+    if any(overrides.split(word)[0] == "data.micro_batch_size" for word in given):
+        return spec  # preflight says what is wrong with it
+    size, path = _card(plan, here) if plan.accelerator == "gpu" and plan.model_parallel == 1 else (None, "fast")
+    return _largest(spec, plan, size, path) if size else _to_replicas(spec, plan)
 
 
 def _card(plan: Plan, here: bool) -> tuple[float | None, memory.Path]:
@@ -86,8 +85,7 @@ def _to_card(spec: RunSpec, plan: Plan, here: bool) -> RunSpec:
 def _to_replicas(spec: RunSpec, plan: Plan) -> RunSpec:
     """The global batch is what is trained; how many of its samples a rank takes at once only has to fit."""
     whole, replicas, size = plan.global_batch_size, plan.data_parallel, plan.micro_batch_size
-    own = any(overrides.split(word)[0] == "data.micro_batch_size" for word in spec.overrides)
-    if own or replicas < 2 or size < 1 or whole % replicas or whole % (size * replicas) == 0:
+    if replicas < 2 or size < 1 or whole % replicas or whole % (size * replicas) == 0:
         return spec  # it fits, or preflight says what is wrong with it
     share = whole // replicas
     fitting = max(n for n in range(1, size + 1) if share % n == 0)
