@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -26,7 +27,8 @@ class GraphedSchedule:
     """Stands in for `megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining`.
 
     Args:
-        eager_steps: plain steps before the capture (initialisation, kernel choice, compilation).
+        warm_up: micro batches before the capture (initialisation, kernel choice, compilation), whose gradients are
+            dropped: every step is computed by the graph, so a resumed run repeats the kernels of the whole one.
 
     With `overlap_grad_reduce` the last micro batch of a step stays plain: its backward starts the gradient reduction.
     Its activations have memory of their own beside the graph's (recipes/memory.py counts both).
@@ -34,8 +36,8 @@ class GraphedSchedule:
     batches.
     """
 
-    def __init__(self, eager_steps: int = 2) -> None:
-        self.eager_steps = eager_steps
+    def __init__(self, warm_up: int = 2) -> None:
+        self.warm_up = warm_up
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batch = Ready()
         self._row: dict[str, torch.Tensor] = {}
@@ -61,8 +63,7 @@ class GraphedSchedule:
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         plain = int(get_attr_wrapped_model(model, "ddp_config").overlap_grad_reduce)
-        if rest.get("forward_only") or self.eager_steps > 0 or num_microbatches <= plain:
-            self.eager_steps -= not rest.get("forward_only")
+        if rest.get("forward_only") or num_microbatches <= plain:
             rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(
                 forward_step_func=forward_step_func,
                 data_iterator=iterator,
@@ -76,6 +77,7 @@ class GraphedSchedule:
             for _ in range(num_microbatches - plain):
                 self._fill(data_step(iterator))
                 if self._graph is None or self._captured_for != num_microbatches:
+                    self._run_in(forward_step_func, model, num_microbatches)
                     self._capture(forward_step_func, model, num_microbatches)
                 self._graph.replay()  # type: ignore[union-attr]
                 rows.append({name: value.clone() for name, value in self._row.items()})
@@ -92,6 +94,14 @@ class GraphedSchedule:
         for name, value in batch.items():
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]
+
+    def _run_in(self, forward_step_func: Any, model: Any, num_microbatches: int) -> None:
+        """Warm-up on the batch at hand, before a step's first micro batch; gradients are zero after it as before."""
+        with _same_random_states():
+            for _ in range(self.warm_up):
+                _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
+        get_attr_wrapped_model(model, "zero_grad_buffer")()
+        self.warm_up = 0
 
     def _capture(self, forward_step_func: Any, model: Any, num_microbatches: int) -> None:
         """Record one forward and backward; nothing is computed yet."""
@@ -120,6 +130,23 @@ def _micro_batch(
     output, _ = schedules.forward_step(forward_step_func, iterator, model, num_microbatches, None, rows, config)
     schedules.backward_step(None, output, None, schedules.get_model_type(model), config)
     return rows
+
+
+@contextlib.contextmanager
+def _same_random_states() -> Iterator[None]:
+    """The device's random stream and Megatron's named ones are after the block where they were before it."""
+    tracker, default = get_cuda_rng_tracker(), random._get_cuda_rng_state()
+    before = {
+        name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
+        for name, state in tracker.get_states().items()
+    }
+    yield
+    random._set_cuda_rng_state(default)
+    for name, state in tracker.get_states().items():
+        if isinstance(state, torch.Generator):
+            state.set_state(before[name])
+        else:
+            tracker.states_[name] = before[name]
 
 
 def _gradients_on(stream: torch.cuda.Stream, model: Any) -> None:
