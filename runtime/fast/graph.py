@@ -7,8 +7,10 @@ from Megatron's own `forward_step` and `backward_step`, so it computes what the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,18 +32,18 @@ class GraphedSchedule:
         warm_up: micro batches before the capture (initialisation, kernel choice, compilation), whose gradients are
             dropped: every step is computed by the graph, so a resumed run repeats the kernels of the whole one.
 
-    With `overlap_grad_reduce` the last micro batch of a step stays plain: its backward starts the gradient reduction.
-    Its activations have memory of their own beside the graph's (recipes/memory.py counts both).
+    With `overlap_grad_reduce` the last micro batch of a step has a graph of its own, with the gradient reduction that
+    its backward starts; both graphs use the same memory, one after the other.
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
     """
 
     def __init__(self, warm_up: int = 2) -> None:
         self.warm_up = warm_up
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: dict[bool, Recorded] = {}  # by: does it reduce the gradients?
         self._batch = Ready()
-        self._row: dict[str, torch.Tensor] = {}
         self._captured_for = 0
+        self._place: Any = None
 
     @staticmethod
     def unfit(config: Any, fused_lm_head: bool) -> str | None:
@@ -62,8 +64,7 @@ class GraphedSchedule:
         """Megatron's schedule protocol; `rest` (sequence length, forward_only ...) goes to the plain schedule."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        plain = int(get_attr_wrapped_model(model, "ddp_config").overlap_grad_reduce)
-        if rest.get("forward_only") or num_microbatches <= plain:
+        if rest.get("forward_only"):
             rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(
                 forward_step_func=forward_step_func,
                 data_iterator=iterator,
@@ -73,18 +74,28 @@ class GraphedSchedule:
             )
             return rows
         config, rows = get_model_config(model), []
-        with config.no_sync_func() if plain and config.no_sync_func else contextlib.nullcontext():
-            for _ in range(num_microbatches - plain):
-                self._fill(data_step(iterator))
-                if self._graph is None or self._captured_for != num_microbatches:
-                    self._run_in(forward_step_func, model, num_microbatches)
-                    self._capture(forward_step_func, model, num_microbatches)
-                self._graph.replay()  # type: ignore[union-attr]
-                rows.append({name: value.clone() for name, value in self._row.items()})
-        if plain:
-            rows += _micro_batch(forward_step_func, iterator, model, num_microbatches)
-        if config.finalize_model_grads_func is not None:
-            config.finalize_model_grads_func([model], None)
+        overlapped = bool(get_attr_wrapped_model(model, "ddp_config").overlap_grad_reduce)
+        finalize = functools.partial(config.finalize_model_grads_func or (lambda *_: None), [model], None)
+
+        def compute(reducing: bool) -> dict[str, torch.Tensor]:
+            with contextlib.nullcontext() if reducing or not overlapped else config.no_sync_func():
+                row = _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
+            if reducing:
+                finalize()
+            return row
+
+        if self._captured_for != num_microbatches:
+            self._graphs, self._captured_for = {}, num_microbatches
+        for index in range(num_microbatches):
+            self._fill(data_step(iterator))
+            reducing = overlapped and index == num_microbatches - 1
+            if self.warm_up:
+                self._run_in(functools.partial(compute, overlapped), model)
+            if reducing not in self._graphs:
+                self._graphs[reducing] = self._capture(functools.partial(compute, reducing), model)
+            rows.append(self._graphs[reducing].replay())
+        if not overlapped:
+            finalize()
         return rows
 
     def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
@@ -95,41 +106,55 @@ class GraphedSchedule:
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]
 
-    def _run_in(self, forward_step_func: Any, model: Any, num_microbatches: int) -> None:
+    def _run_in(self, compute: Callable[[], Any], model: Any) -> None:
         """Warm-up on the batch at hand, before a step's first micro batch; gradients are zero after it as before."""
         with _same_random_states():
             for _ in range(self.warm_up):
-                _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
-        get_attr_wrapped_model(model, "zero_grad_buffer")()
+                compute()
+                get_attr_wrapped_model(model, "zero_grad_buffer")()
         self.warm_up = 0
 
-    def _capture(self, forward_step_func: Any, model: Any, num_microbatches: int) -> None:
+    def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> Recorded:
         """Record one forward and backward; nothing is computed yet."""
-        self._graph = None
-        stream = torch.cuda.Stream()
+        if self._place is None:
+            self._place = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            _gradients_on(self._place[0], model)
+        stream, pool = self._place
         stream.wait_stream(torch.cuda.current_stream())
-        _gradients_on(stream, model)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         for state in get_cuda_rng_tracker().get_states().values():  # attention draws from Megatron's named streams
             if isinstance(state, torch.Generator):
                 graph.register_generator_state(state)
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            (self._row,) = _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
-        self._graph, self._captured_for = graph, num_microbatches
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            row = compute()
         log.info("speed: captured one micro batch as a CUDA graph")
+        return Recorded(graph, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A captured micro batch and where it leaves what the loss reduction reports."""
+
+    graph: Any
+    row: dict[str, torch.Tensor]
+
+    def replay(self) -> dict[str, torch.Tensor]:
+        """Compute; the row is a copy, since the next replay writes over it."""
+        self.graph.replay()
+        return {name: value.clone() for name, value in self.row.items()}
 
 
 def _micro_batch(
     forward_step_func: Any, iterator: Iterator[Any], model: Any, num_microbatches: int
-) -> list[dict[str, torch.Tensor]]:
+) -> dict[str, torch.Tensor]:
     """Forward and backward of one micro batch through Megatron's own steps; returns what the loss reduction reports."""
     config = get_model_config(model)
     rows: list[dict[str, torch.Tensor]] = []
     output, _ = schedules.forward_step(forward_step_func, iterator, model, num_microbatches, None, rows, config)
     schedules.backward_step(None, output, None, schedules.get_model_type(model), config)
-    return rows
+    return rows[0]
 
 
 @contextlib.contextmanager

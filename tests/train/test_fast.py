@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nemo_run as run
 import pytest
 import torch
 
@@ -67,32 +68,48 @@ def plain(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
+def _replayed(sample: Path, overlap: bool, *words: str) -> tuple[list[dict[str, Any]], int]:
     """A run through the graph's schedule, with a capture that computes its micro batch anew at each replay."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    from recipes import registry
     from runtime.fast import graph
 
     replays = [0]
 
-    class Replay:
-        def __init__(self, schedule: Any, *what: Any) -> None:
-            self.schedule, self.what = schedule, what
+    class Anew:
+        def __init__(self, compute: Callable[[], Any]) -> None:
+            self.replay = compute
 
-        def replay(self) -> None:
+    def capture(self: Any, compute: Callable[[], Any], model: Any) -> Any:
+        def counted() -> Any:
             replays[0] += 1
-            step, model, count = self.what
-            (self.schedule._row,) = graph._micro_batch(step, iter([self.schedule._batch]), model, count)
+            return compute()
 
-    def capture(self: Any, *what: Any) -> None:
-        self._graph, self._captured_for = Replay(self, *what), what[-1]
+        return Anew(counted)
 
+    recipe = registry.resolve("qwen25_tiny")
+    build = recipe._build
+
+    def overlapped(plan: Any) -> Any:
+        partial = build(plan)
+        partial.trainer.strategy.ddp = run.Config(DistributedDataParallelConfig, overlap_grad_reduce=True)
+        return partial
+
+    if overlap:
+        recipe._build = overlapped
     graph.GraphedSchedule.unfit = staticmethod(lambda *_: None)  # type: ignore[method-assign]
     graph.GraphedSchedule._capture = capture  # type: ignore[method-assign]
     return train(sample, *words, "speed.cuda_graph=True"), replays[0]
 
 
-def test_the_schedule_around_the_graph(sample: Path, forked: Callable[..., Any], plain: list[float]) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_schedule_around_the_graph(
+    overlap: bool, sample: Path, forked: Callable[..., Any], plain: list[float]
+) -> None:
     """Batches, gradients over micro batches, losses: as Megatron's schedule (tests/gpu has the real graph)."""
-    rows, replays = forked(_replayed, sample, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
+    words = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
+    rows, replays = forked(_replayed, sample, overlap, *words)
     assert replays == 2 * STEPS
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
     assert rows[-1]["unmasked_tokens"] == STEPS * 4 * 256
