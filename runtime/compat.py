@@ -17,6 +17,7 @@ def apply() -> None:
     """Make all corrections; twice does no harm."""
     numpy_product()
     keep_mcore_data()
+    keep_what_is_being_written()
     virtual_stages()
     gloo_one_by_one()
 
@@ -55,6 +56,39 @@ def _with_all_attributes(finish: Callable[..., None]) -> Callable[..., None]:
             part.replace(path)
 
     return whole
+
+
+def keep_what_is_being_written() -> None:
+    """A checkpoint that is written in the background was overwritten by the next one's weights.
+
+    Megatron copies the weights to page-locked memory and forks a process that writes them to the disk. Page-locked
+    memory is shared with that process, not copied on write; megatron-core 0.12 and 0.13 let go of the copies at once,
+    and torch hands their memory to whoever asks next: another checkpoint, or a batch. The file is then whole, readable
+    and wrong: seen with two saves 3 s apart, step 40 had the weights of step 60. The copies are now held until the
+    writer has ended. Later versions of Megatron do the same (its pull request 2288).
+    """
+    from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+    if hasattr(TemporalAsyncCaller.close, "__wrapped__"):
+        return
+    schedule, close = TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close
+
+    @functools.wraps(schedule)
+    def schedule_and_hold(self: Any, async_req: Any) -> None:
+        copy = async_req.preload_fn
+
+        def copy_and_hold() -> Any:
+            self.copies = copy()
+            return self.copies
+
+        schedule(self, async_req._replace(preload_fn=copy and copy_and_hold))
+
+    @functools.wraps(close)
+    def close_and_let_go(self: Any, *args: Any, **kwargs: Any) -> None:
+        close(self, *args, **kwargs)  # waits for the writer
+        self.copies = None
+
+    TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close = schedule_and_hold, close_and_let_go
 
 
 def virtual_stages() -> None:

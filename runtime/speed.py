@@ -72,14 +72,16 @@ class Speed(pl.Callback):
                 qkv.bind(model)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]
         if self.device_step:
             chained = trainer.strategy.optimizers[0].mcore_optimizer
             if not _off("device_step", DeviceStep.unfit(chained)):
                 self._step = DeviceStep(chained)
-                for chunk in trainer.strategy.megatron_parallel:  # Megatron's own watch, which waits for the GPU
-                    get_attr_wrapped_model(chunk, "ddp_config").check_for_nan_in_grad = False
-        if self.cuda_graph and not _off("cuda_graph", GraphedSchedule.unfit(pl_module.config, self.fused_lm_head)):
-            self._schedule = GraphedSchedule()
+                for ddp_config in ddp_configs:  # Megatron's own watch, which waits for the GPU
+                    ddp_config.check_for_nan_in_grad = False
+        if self.cuda_graph:
+            problem = GraphedSchedule.unfit(pl_module.config, ddp_configs[0], self.fused_lm_head)
+            self._schedule = None if _off("cuda_graph", problem) else GraphedSchedule()
         if self.sync_free_log:
             pl_module.log = _log_tensors_or_at_the_interval(trainer, pl_module.log)
         if self.gc_freeze:

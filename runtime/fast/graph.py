@@ -46,14 +46,16 @@ class GraphedSchedule:
         self._place: Any = None
 
     @staticmethod
-    def unfit(config: Any, fused_lm_head: bool) -> str | None:
-        """Why this schedule cannot take over from a model of this Megatron configuration, or None."""
+    def unfit(config: Any, ddp_config: Any, fused_lm_head: bool) -> str | None:
+        """Why this schedule cannot take over from a model of these Megatron configurations, or None."""
         if not torch.cuda.is_available():
             return "it needs a GPU"
         if config.cross_entropy_fusion_impl == "te" and not fused_lm_head:
             return (
                 "Transformer Engine's cross-entropy cannot be captured: model.config.cross_entropy_fusion_impl=native"
             )
+        if ddp_config.overlap_grad_reduce and ddp_config.check_for_nan_in_grad:
+            return "the overlapped gradient sums wait for the GPU to check for NaN: speed.device_step=True"
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         ranks *= parallel_state.get_tensor_model_parallel_world_size()
         return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"
