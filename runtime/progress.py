@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -15,6 +16,7 @@ from nemo.utils import AppState
 
 from data.module import TOKENS
 from runtime import whole
+from runtime.later import Later
 from runtime.rundir import RunDir
 
 log = logging.getLogger("launch")
@@ -37,13 +39,15 @@ PAUSE = Pause()
 class Progress(pl.Callback):
     """Loss, learning rate, step time, tokens/s and ETA, every `trainer.log_every_n_steps` steps.
 
-    Values are read from the device only at that interval: between two lines nothing waits for the GPU.
+    Values are read from the device only at that interval, and a step late where the device is not done with them:
+    nothing waits for the GPU, and the GPU for nothing.
     Writes `runs/NAME/metrics.jsonl` (one JSON object a line: step, loss, lr, grad_norm, seconds a
     step, tokens/s of all ranks, unmasked tokens, consumed samples, unix time).
     """
 
     def __init__(self) -> None:
         self._since: tuple[int, float, int] = (0, 0.0, 0)
+        self._due: Later | None = None  # the next line
         self._before: dict[str, Any] = {"unmasked": 0, "by_domain": {}}  # of all ranks, when this process began
         self._lr = 0.0
         self._domains = 1
@@ -51,19 +55,25 @@ class Progress(pl.Callback):
         self._task: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        return self._tokens()
+        return self._read_tokens(self._own_tokens().tolist())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._before = {"unmasked": state["unmasked"], "by_domain": dict(state["by_domain"])}
 
-    def _tokens(self) -> dict[str, Any]:
-        """Tokens of all ranks that carried loss since the run began, in all and by domain. Called on all ranks."""
-        before, names = self._before["by_domain"], range(self._domains)
-        own = [TOKENS.unmasked, *(TOKENS.by_domain.get(i, 0) for i in names)]
-        unmasked, *by_domain = whole.over_replicas([count // whole.chunks() for count in own])
+    def _own_tokens(self) -> torch.Tensor:
+        """int64[1 + domains]: tokens of all ranks that carried loss, in all and by domain, since this process began.
+
+        Called on all ranks.
+        """
+        own = [TOKENS.unmasked, *(TOKENS.by_domain.get(i, 0) for i in range(self._domains))]
+        return whole.over_replicas([count // whole.chunks() for count in own])
+
+    def _read_tokens(self, counts: list[int]) -> dict[str, Any]:
+        """The same since the run began, from `_own_tokens`."""
+        before, (unmasked, *by_domain) = self._before["by_domain"], counts
         return {
             "unmasked": self._before["unmasked"] + unmasked,
-            "by_domain": {i: before.get(i, 0) + by_domain[i] for i in names if before.get(i, 0) + by_domain[i]},
+            "by_domain": {i: before.get(i, 0) + n for i, n in enumerate(by_domain) if before.get(i, 0) + n},
         }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,7 +84,7 @@ class Progress(pl.Callback):
             log.info("model: %s parameters (%.1fM), %s on this rank", f"{parameters:,}", parameters / 1e6, f"{own:,}")
             self._start_bar(trainer)
         PAUSE.take()
-        self._since = (trainer.global_step, time.perf_counter(), self._tokens()["unmasked"])
+        self._since = (trainer.global_step, time.perf_counter(), self.state_dict()["unmasked"])
 
     def _start_bar(self, trainer: pl.Trainer) -> None:
         if not sys.stderr.isatty():
@@ -101,29 +111,38 @@ class Progress(pl.Callback):
         step = trainer.global_step
         if self._bar:
             self._bar.update(self._task, completed=step)
+        self._tell(trainer)
         if step % trainer.log_every_n_steps and step != trainer.max_steps:
             return
-        row = self._row(trainer, step)
+        metrics = trainer.callback_metrics
+        numbers = {name: metrics[name] for name in ("reduced_train_loss", "grad_norm") if name in metrics}
+        self._due = Later({"step": step, "lr": self._lr, "tokens": self._own_tokens(), **numbers})
+        if self._due.here or step == trainer.max_steps:
+            self._tell(trainer)
+
+    def _tell(self, trainer: pl.Trainer) -> None:
+        """Write the line that is due, if any."""
+        if self._due is None:
+            return
+        numbers, self._due = self._due.read(), None
+        row = self._row(trainer, numbers)
         if trainer.is_global_zero:
             self._write(trainer, row)
 
-    def _row(self, trainer: pl.Trainer, step: int) -> dict[str, Any]:
-        metrics = trainer.callback_metrics
-        loss = float(metrics["reduced_train_loss"])
+    def _row(self, trainer: pl.Trainer, numbers: dict[str, Any]) -> dict[str, Any]:
         then_step, then, then_tokens = self._since
-        count = self._tokens()
+        step, count = numbers["step"], self._read_tokens(numbers["tokens"])
         now, tokens = time.perf_counter(), count["unmasked"]
         self._since = (step, now, tokens)
         spent = now - then - PAUSE.take()
-        seconds = spent / max(1, step - then_step)
         data = trainer.datamodule
         return {
             "step": step,
-            "loss": loss,
-            "lr": self._lr,
-            "grad_norm": float(metrics["grad_norm"]) if "grad_norm" in metrics else None,
+            "loss": numbers["reduced_train_loss"],
+            "lr": numbers["lr"],
+            "grad_norm": numbers.get("grad_norm"),
             "global_batch_size": data.global_batch_size,
-            "step_seconds": seconds,
+            "step_seconds": spent / max(1, step - then_step),
             "tokens_per_second": (tokens - then_tokens) / spent,
             "unmasked_tokens": tokens,
             "consumed_tokens": {data.trained[i]: n for i, n in sorted(count["by_domain"].items())},
@@ -152,12 +171,16 @@ class Progress(pl.Callback):
             self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._tell(trainer)
         if self._bar:
             self._bar.stop()
         if trainer.is_global_zero and torch.cuda.is_available():
             log.info("peak GPU memory: %.2f GiB allocated", torch.cuda.max_memory_allocated() / 2**30)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the device itself may be what failed
+            if self._due is not None and self._due.here:
+                self._tell(trainer)
         if self._bar:
             self._bar.stop()
 

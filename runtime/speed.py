@@ -18,6 +18,7 @@ from runtime.fast import lm_head, qkv, wgrad
 from runtime.fast.graph import GraphedSchedule
 from runtime.fast.loss import SyncFreeLossReduction
 from runtime.fast.optimizer import DeviceStep
+from runtime.later import Later
 
 log = logging.getLogger("launch")
 
@@ -27,8 +28,8 @@ class Speed(pl.Callback):
 
     Args:
         sync_free_loss: the masked mean loss stays on the device (runtime/fast/loss.py).
-        sync_free_log: Lightning gets a plain number only in the steps whose logs are written; each costs a wait for the
-            GPU, and NeMo logs several a step.
+        sync_free_log: Lightning gets a plain number only in the steps whose logs are written, and TensorBoard a step
+            later: NeMo logs several a step, and each is a wait for the GPU.
         fused_lm_head: output layer and cross-entropy in one function (runtime/fast/lm_head.py); needs tensor and
             pipeline parallel size 1.
         fused_qkv: the QKV projection's output is split and rotated in one pass (runtime/fast/qkv.py).
@@ -54,6 +55,8 @@ class Speed(pl.Callback):
         self.fused_qkv, self.cuda_graph, self.gc_freeze = fused_qkv, cuda_graph, gc_freeze
         self._step: Any = None
         self._schedule: Any = None
+        self._loggers: LogLater | None = None
+        self._skipped: Later | None = None
 
     def before_build(self, model: Any) -> None:
         """What must be there before the model is built."""
@@ -84,6 +87,7 @@ class Speed(pl.Callback):
             self._schedule = None if _off("cuda_graph", problem) else GraphedSchedule()
         if self.sync_free_log:
             pl_module.log = _log_tensors_or_at_the_interval(trainer, pl_module.log)
+            self._loggers = LogLater(trainer)
         if self.gc_freeze:
             gc.collect()
             gc.freeze()
@@ -94,30 +98,75 @@ class Speed(pl.Callback):
             step.__dict__["forward_backward_func"] = self._schedule
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._loggers is not None:
+            self._loggers.flush()
+        self._watch()
         step = trainer.global_step
         if self._step is not None and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps):
-            skipped = int(self._step.skipped)
-            if skipped:
-                raise GateError(
-                    "a gradient is not finite",
-                    expected="numbers in every gradient",
-                    found=f"NaN or infinity in {skipped} step(s) up to step {step}; none of them changed the weights",
-                    do="lower optim.config.lr, or look at the data of these steps",
-                )
+            self._skipped = Later({"step": step, "skipped": self._step.skipped})
+            if self._skipped.here or step == trainer.max_steps:
+                self._watch()
+
+    def _watch(self) -> None:
+        """End the run if a step was skipped."""
+        if self._skipped is None:
+            return
+        found, self._skipped = self._skipped.read(), None
+        if found["skipped"]:
+            raise GateError(
+                "a gradient is not finite",
+                expected="numbers in every gradient",
+                found=f"NaN or infinity in {found['skipped']:.0f} step(s) up to step {found['step']};"
+                " none of them changed the weights",
+                do="lower optim.config.lr, or look at the data of these steps",
+            )
 
     def on_train_end(self, *_: Any) -> None:
+        if self._loggers is not None:
+            self._loggers.flush()
         if self.gc_freeze:
             gc.unfreeze()
 
 
 def _log_tensors_or_at_the_interval(trainer: pl.Trainer, log_as_usual: Any) -> Any:
-    """`LightningModule.log` without the numbers that nobody would write: Lightning copies each to the GPU and waits."""
+    """`LightningModule.log` without the numbers that nobody would write, and the others as tensors on the host.
+
+    Lightning copies a plain number to the GPU, and waits for the copy.
+    """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, torch.Tensor) or (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+        if isinstance(value, torch.Tensor):
             log_as_usual(name, value, *args, **kwargs)
+        elif (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            log_as_usual(name, torch.tensor(value, dtype=torch.float32), *args, **kwargs)
 
     return log
+
+
+class LogLater:
+    """Stands in for `_LoggerConnector.log_metrics` of Lightning 2.4, which waits for the GPU to read the metrics.
+
+    The loggers get the same metrics of the same step a step later (`flush`), when the GPU has the next one to do.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._as_usual = trainer, trainer._logger_connector.log_metrics
+        self._held: tuple[Later, int] | None = None
+        trainer._logger_connector.log_metrics = self
+
+    def __call__(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.flush()
+        if not metrics or step is not None or "step" in metrics:
+            self._as_usual(metrics, step)
+            return
+        with_epoch = {"epoch": self._trainer.current_epoch, **metrics}
+        self._held = Later(with_epoch), self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    def flush(self) -> None:
+        """Hand on what is held."""
+        if self._held is not None:
+            (metrics, step), self._held = self._held, None
+            self._as_usual(metrics.read(), step)
 
 
 def _gpt(module: Any) -> Any:

@@ -24,13 +24,19 @@ def num_parameters(model: torch.nn.Module) -> int:
     return int(total.item())
 
 
-def over_replicas(counts: Sequence[int]) -> list[int]:
-    """Sums over the data-parallel replicas; tensor-, pipeline- and context-parallel ranks see the same samples."""
+def over_replicas(counts: Sequence[int]) -> torch.Tensor:
+    """Sums over the data-parallel replicas; tensor-, pipeline- and context-parallel ranks see the same samples.
+
+    Returns:
+        int64[len(counts)], on the device where there are several replicas; nothing is waited for.
+    """
+    total = torch.tensor(counts, dtype=torch.int64)
     if parallel_state.get_data_parallel_world_size() == 1:
-        return list(counts)
-    total = torch.tensor(counts, dtype=torch.int64, device=torch.cuda.current_device())
+        return total
+    if torch.cuda.is_available():
+        total = total.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return [int(n) for n in total.tolist()]
+    return total
 
 
 def chunks() -> int:

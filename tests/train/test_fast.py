@@ -68,6 +68,42 @@ def plain(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]
     return [row["loss"] for row in rows if "loss" in row]
 
 
+def _logged(sample: Path, late: bool) -> tuple[list[dict[str, Any]], dict[str, list[tuple[int, float]]]]:
+    """metrics.jsonl and TensorBoard's (step, value) of each name, of a short run that logs every second step.
+
+    Args:
+        late: the device is never done with a number when it is asked for.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from runtime.later import Later
+
+    if late:
+        Later.here = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    words = ("trainer.max_steps=7", "trainer.log_every_n_steps=2", "trainer.val_check_interval=4")
+    rows = train(sample, *words, "data.micro_batch_size=2", f"speed.sync_free_log={late}", "speed.device_step=True")
+    events = EventAccumulator(str(Path("runs/run/tb")))
+    events.Reload()
+    return rows, {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
+    """No line is lost, none has another step's numbers: in metrics.jsonl and in TensorBoard."""
+    found = []
+    for late in (False, True):
+        (tmp_path / str(late)).mkdir()
+        found.append(forked(_logged, sample, late, cwd=tmp_path / str(late)))
+    (rows, curves), (late_rows, late_curves) = found
+    trained = [[row for row in some if "loss" in row] for some in (rows, late_rows)]
+    assert [row["step"] for row in trained[0]] == [2, 4, 6, 7]
+    timed = {"time", "step_seconds", "tokens_per_second"}
+    for row, late_row in zip(*trained, strict=True):
+        assert {k: v for k, v in row.items() if k not in timed} == {k: v for k, v in late_row.items() if k not in timed}
+    assert late_curves["reduced_train_loss"] == curves["reduced_train_loss"]
+    for name, curve in late_curves.items():
+        assert curve == curves[name], name
+
+
 def _replayed(sample: Path, overlap: bool, *words: str) -> tuple[list[dict[str, Any]], int]:
     """A run through the graph's schedule, with a capture that computes its micro batch anew at each replay."""
     from megatron.core.distributed import DistributedDataParallelConfig
