@@ -1,4 +1,4 @@
-"""The memory estimate against the card: recipes/memory.py and torch.cuda.max_memory_allocated, in one JSON line.
+"""The memory estimate against the card: recipes/memory.py and torch.cuda.max_memory_reserved, in one JSON line.
 
     python -m bench.memory --recipe qwen25_500m_dual [--plain] trainer.devices=1 data.micro_batch_size=8
     torchrun --nproc-per-node 2 -m bench.memory --recipe qwen25_500m_dual
@@ -31,13 +31,12 @@ def main() -> None:
         "path": path,
         "micro_batch_size": plan.micro_batch_size,
         "seq_length": plan.seq_length,
-        "estimate_gib": estimate.allocated_gib,
+        "estimate_gib": estimate.reserved_gib,
         "peak_gib": measured.get("peak_gib"),
-        "reserved_gib": measured.get("reserved_gib"),
         "parts": str(estimate),
     }
     if row["peak_gib"]:
-        row["estimate_over_peak"] = estimate.allocated_gib / row["peak_gib"]
+        row["estimate_over_peak"] = estimate.reserved_gib / row["peak_gib"]
     if row["rank"] == 0 or plan.pipeline_parallel > 1:
         print(json.dumps(row), flush=True)
 

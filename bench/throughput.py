@@ -74,10 +74,10 @@ def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
     import nemo_run as run
 
     from bench.clock import Clock
-    from recipes import machine
+    from recipes import collectives, machine
 
     partial = recipe()
-    for line in machine.adapt(partial, speed=not args.plain):
+    for line in [*machine.adapt(partial, speed=not args.plain), *collectives.adapt(partial, os.environ)]:
         print(line, file=sys.stderr)
     for line in overrides.apply(partial, args.overrides):
         print("override", line, file=sys.stderr)

@@ -42,22 +42,24 @@ class Estimate:
     optimizer: float
     activations: float
     logits: float
-    pools: int = 1  # overlapped gradient sums keep one micro batch out of the CUDA graph, whose memory is its own
 
     @property
     def allocated_gib(self) -> float:
-        """What torch.cuda.max_memory_allocated reports."""
+        """All tensors at the peak; a CUDA graph's too, which torch.cuda.max_memory_allocated leaves out."""
         return (self.weights + self.gradients + self.optimizer + self.activations + self.logits) / GIB
+
+    @property
+    def reserved_gib(self) -> float:
+        """What torch.cuda.max_memory_reserved reports."""
+        return self.allocated_gib * FRAGMENTS
 
     @property
     def card_gib(self) -> float:
         """What nvidia-smi reports."""
-        held = self.allocated_gib + (self.pools - 1) * (self.activations + self.logits) / GIB
-        return held * FRAGMENTS + OUTSIDE_GIB
+        return self.reserved_gib + OUTSIDE_GIB
 
     def __str__(self) -> str:
-        names = [f.name for f in dataclasses.fields(self) if f.name != "pools"]
-        parts = ", ".join(f"{name} {getattr(self, name) / GIB:.2f}" for name in names)
+        parts = ", ".join(f"{f.name} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
         return f"{self.allocated_gib:.2f} GiB ({parts}), {self.card_gib:.1f} of the card"
 
 
@@ -96,7 +98,6 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
         optimizer=12 * parameters / shared_by,
         activations=tokens * layers * kept * in_flight,
         logits=tokens * shape.vocab_size * LOGIT[path] / tp if last else 0.0,
-        pools=2 if path != "plain" and plan.data_parallel > 1 and tp * pp == 1 else 1,
     )
 
 

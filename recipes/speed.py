@@ -40,9 +40,12 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
             ("speed.fused_lm_head", True, "output layer and loss in one function: fewer passes over the logits")
         )
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
-        if isinstance(strategy.ddp, run.Config) and strategy.ddp.overlap_param_gather:
-            reason = "a captured forward pass cannot wait for the weights: they are gathered after the step"
-            found.append(("trainer.strategy.ddp.overlap_param_gather", False, reason))
+        for name, reason in {
+            "overlap_grad_reduce": "a captured backward pass holds no communicator: gradients are summed after it",
+            "overlap_param_gather": "a captured forward pass cannot wait for the weights: they are gathered before it",
+        }.items():
+            if isinstance(strategy.ddp, run.Config) and getattr(strategy.ddp, name):
+                found.append((f"trainer.strategy.ddp.{name}", False, reason))
         if HAVE_TE:
             reason = "random states that a CUDA graph can hold"
             found += [

@@ -175,7 +175,7 @@ class Progress(pl.Callback):
         if self._bar:
             self._bar.stop()
         if trainer.is_global_zero and torch.cuda.is_available():
-            log.info("peak GPU memory: %.2f GiB allocated", torch.cuda.max_memory_allocated() / 2**30)
+            log.info("peak GPU memory: %.2f GiB", torch.cuda.max_memory_reserved() / 2**30)
 
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the device itself may be what failed

@@ -55,6 +55,8 @@ class DomainValidation(pl.Callback):
             self._validate(trainer, pl_module)
 
     def _validate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the training steps still under way are no part of validation
         start, data = time.perf_counter(), trainer.datamodule
         if not self._loaders:
             self._loaders = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,20 +29,20 @@ class GraphedSchedule:
 
     Args:
         warm_up: micro batches before the capture (initialisation, kernel choice, compilation), whose gradients are
-            dropped: every step is computed by the graph, so a resumed run repeats the kernels of the whole one.
+            dropped: every step is computed by the graph, so a resumed run repeats the kernels of the whole one, and no
+            step needs more memory than the others.
 
-    With `overlap_grad_reduce` the last micro batch of a step has a graph of its own, with the gradient reduction that
-    its backward starts; both graphs use the same memory, one after the other.
+    Gradients are summed over the replicas after the last micro batch, outside the graph: a communicator that a graph
+    holds cannot be destroyed (the run hangs at its end) or aborted when a peer is lost.
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
     """
 
     def __init__(self, warm_up: int = 2) -> None:
         self.warm_up = warm_up
-        self._graphs: dict[bool, Recorded] = {}  # by: does it reduce the gradients?
+        self._recorded: Recorded | None = None
         self._batch = Ready()
         self._captured_for = 0
-        self._place: Any = None
 
     @staticmethod
     def unfit(config: Any, ddp_config: Any, fused_lm_head: bool) -> str | None:
@@ -54,8 +53,8 @@ class GraphedSchedule:
             return (
                 "Transformer Engine's cross-entropy cannot be captured: model.config.cross_entropy_fusion_impl=native"
             )
-        if ddp_config.overlap_grad_reduce and ddp_config.check_for_nan_in_grad:
-            return "the overlapped gradient sums wait for the GPU to check for NaN: speed.device_step=True"
+        if ddp_config.overlap_grad_reduce:
+            return "its gradients are summed after the backward pass: trainer.strategy.ddp.overlap_grad_reduce=False"
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         ranks *= parallel_state.get_tensor_model_parallel_world_size()
         return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"
@@ -75,29 +74,21 @@ class GraphedSchedule:
                 **rest,
             )
             return rows
-        config, rows = get_model_config(model), []
-        overlapped = bool(get_attr_wrapped_model(model, "ddp_config").overlap_grad_reduce)
-        finalize = functools.partial(config.finalize_model_grads_func or (lambda *_: None), [model], None)
 
-        def compute(reducing: bool) -> dict[str, torch.Tensor]:
-            with contextlib.nullcontext() if reducing or not overlapped else config.no_sync_func():
-                row = _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
-            if reducing:
-                finalize()
-            return row
+        def compute() -> dict[str, torch.Tensor]:
+            return _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
 
-        if self._captured_for != num_microbatches:
-            self._graphs, self._captured_for = {}, num_microbatches
-        for index in range(num_microbatches):
+        rows = []
+        for _ in range(num_microbatches):
             self._fill(data_step(iterator))
-            reducing = overlapped and index == num_microbatches - 1
             if self.warm_up:
-                self._run_in(functools.partial(compute, overlapped), model)
-            if reducing not in self._graphs:
-                self._graphs[reducing] = self._capture(functools.partial(compute, reducing), model)
-            rows.append(self._graphs[reducing].replay())
-        if not overlapped:
-            finalize()
+                self._run_in(compute, model)
+            if self._recorded is None or self._captured_for != num_microbatches:
+                self._recorded = None  # its memory first
+                self._recorded, self._captured_for = self._capture(compute, model), num_microbatches
+            rows.append(self._recorded.replay())
+        if finalize := get_model_config(model).finalize_model_grads_func:
+            finalize([model], None)
         return rows
 
     def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
@@ -118,18 +109,16 @@ class GraphedSchedule:
 
     def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> Recorded:
         """Record one forward and backward; nothing is computed yet."""
-        if self._place is None:
-            self._place = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            _gradients_on(self._place[0], model)
-        stream, pool = self._place
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        _gradients_on(stream, model)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         for state in get_cuda_rng_tracker().get_states().values():  # attention draws from Megatron's named streams
             if isinstance(state, torch.Generator):
                 graph.register_generator_state(state)
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             row = compute()
         log.info("speed: captured one micro batch as a CUDA graph")
         return Recorded(graph, row)

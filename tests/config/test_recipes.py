@@ -122,3 +122,26 @@ def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
     keys = {row["key"] for row in json.loads((run / "env.json").read_text())}
     assert "NCCL_NVLS_ENABLE" in keys
     assert (run / "command.txt").read_text().rstrip().endswith("trainer.max_steps=150")
+
+
+def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel: the graph, sums after it. Tensor and pipeline parallel: no graph, sums stay overlapped."""
+    from types import SimpleNamespace
+
+    from recipes.speed import with_speed
+    from runtime.fast import graph
+
+    dual, multinode = (registry.resolve(name)() for name in ("qwen25_500m_dual", "qwen25_500m_multinode"))
+    with_speed(dual)
+    assert dual.speed.cuda_graph
+    assert not (dual.trainer.strategy.ddp.overlap_grad_reduce or dual.trainer.strategy.ddp.overlap_param_gather)
+    with_speed(multinode)
+    assert not multinode.speed.cuda_graph
+    assert multinode.trainer.strategy.ddp.overlap_grad_reduce
+    monkeypatch.setattr(graph.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(graph.parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(graph.parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    config = SimpleNamespace(cross_entropy_fusion_impl="native")
+    for overlap in (False, True):
+        problem = graph.GraphedSchedule.unfit(config, SimpleNamespace(overlap_grad_reduce=overlap), True)
+        assert (problem is not None and "overlap_grad_reduce=False" in problem) == overlap
