@@ -39,6 +39,7 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         found.append(
             ("speed.fused_lm_head", True, "output layer and loss in one function: fewer passes over the logits")
         )
+    if one_rank and strategy.context_parallel_size == 1:
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
         for name, reason in {
             "overlap_grad_reduce": "a captured backward pass holds no communicator: gradients are summed after it",

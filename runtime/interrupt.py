@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from runtime import shield
+from runtime.later import Later
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is the one that mpirun passes on
 log = logging.getLogger("launch")
@@ -22,10 +23,15 @@ class Interrupted(Exception):  # noqa: N818 - it is an outcome, not an error
 
 
 class StopOnInterrupt(pl.Callback):
-    """SIGINT or SIGTERM ends training after the current step, with a checkpoint (every rank agrees on the step)."""
+    """SIGINT or SIGTERM ends training after the current step, with a checkpoint.
+
+    Every rank agrees on the step. On several GPUs it is the next one: reading the ranks' votes of this one would make
+    the host wait for the GPU in every step.
+    """
 
     def __init__(self) -> None:
         self.asked = False
+        self._votes: Later | None = None
         self._owner = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -51,11 +57,21 @@ class StopOnInterrupt(pl.Callback):
             self.asked = True
         asked = self.asked
         if trainer.world_size > 1:
-            asked = trainer.strategy.reduce_boolean_decision(asked, all=False)
+            asked = self._any_rank(late=torch.cuda.is_available() and trainer.global_step < trainer.max_steps)
         if asked:
             self.asked = True  # also where another rank was asked
             trainer.should_stop = True
             trainer.limit_val_batches = 0
+
+    def _any_rank(self, late: bool) -> bool:
+        """Was any rank asked: by now, or (late) by the end of the step before? Called on all ranks."""
+        before, votes = self._votes, torch.tensor(int(self.asked))
+        if torch.cuda.is_available():
+            votes = votes.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
+        torch.distributed.all_reduce(votes)
+        self._votes = Later({"asked": votes})
+        known = before if late else self._votes
+        return known is not None and known.read()["asked"] > 0
 
     def _restore(self) -> None:
         for number, previous in self._previous.items():

@@ -111,17 +111,17 @@ class Progress(pl.Callback):
         step = trainer.global_step
         if self._bar:
             self._bar.update(self._task, completed=step)
-        self._tell(trainer)
+        self.tell(trainer)
         if step % trainer.log_every_n_steps and step != trainer.max_steps:
             return
         metrics = trainer.callback_metrics
         numbers = {name: metrics[name] for name in ("reduced_train_loss", "grad_norm") if name in metrics}
         self._due = Later({"step": step, "lr": self._lr, "tokens": self._own_tokens(), **numbers})
         if self._due.here or step == trainer.max_steps:
-            self._tell(trainer)
+            self.tell(trainer)
 
-    def _tell(self, trainer: pl.Trainer) -> None:
-        """Write the line that is due, if any."""
+    def tell(self, trainer: pl.Trainer) -> None:
+        """Write the line that is due, if any; waits for its numbers."""
         if self._due is None:
             return
         numbers, self._due = self._due.read(), None
@@ -171,7 +171,7 @@ class Progress(pl.Callback):
             self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._tell(trainer)
+        self.tell(trainer)
         if self._bar:
             self._bar.stop()
         if trainer.is_global_zero and torch.cuda.is_available():
@@ -180,7 +180,7 @@ class Progress(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the device itself may be what failed
             if self._due is not None and self._due.here:
-                self._tell(trainer)
+                self.tell(trainer)
         if self._bar:
             self._bar.stop()
 

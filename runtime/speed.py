@@ -2,6 +2,7 @@
 
 # no `from __future__ import annotations`: NeMo-Run reads the constructor's types to parse overrides
 
+import contextlib
 import gc
 import logging
 from typing import Any
@@ -83,7 +84,7 @@ class Speed(pl.Callback):
                 for ddp_config in ddp_configs:  # Megatron's own watch, which waits for the GPU
                     ddp_config.check_for_nan_in_grad = False
         if self.cuda_graph:
-            problem = GraphedSchedule.unfit(pl_module.config, ddp_configs[0], self.fused_lm_head)
+            problem = GraphedSchedule.unfit(pl_module.config, ddp_configs[0], self.fused_lm_head, self.sync_free_loss)
             self._schedule = None if _off("cuda_graph", problem) else GraphedSchedule()
         if self.sync_free_log:
             pl_module.log = _log_tensors_or_at_the_interval(trainer, pl_module.log)
@@ -104,7 +105,7 @@ class Speed(pl.Callback):
         step = trainer.global_step
         if self._step is not None and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps):
             self._skipped = Later({"step": step, "skipped": self._step.skipped})
-            if self._skipped.here or step == trainer.max_steps:
+            if step == trainer.max_steps or (trainer.world_size == 1 and self._skipped.here):  # all ranks in one step
                 self._watch()
 
     def _watch(self) -> None:
@@ -126,6 +127,12 @@ class Speed(pl.Callback):
             self._loggers.flush()
         if self.gc_freeze:
             gc.unfreeze()
+        self._watch()
+
+    def on_exception(self, *_: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the device itself may be what failed
+            if self._loggers is not None and self._loggers.here:
+                self._loggers.flush()
 
 
 def _log_tensors_or_at_the_interval(trainer: pl.Trainer, log_as_usual: Any) -> Any:
@@ -161,6 +168,11 @@ class LogLater:
             return
         with_epoch = {"epoch": self._trainer.current_epoch, **metrics}
         self._held = Later(with_epoch), self._trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    @property
+    def here(self) -> bool:
+        """Does `flush` return without waiting?"""
+        return self._held is None or self._held[0].here
 
     def flush(self) -> None:
         """Hand on what is held."""

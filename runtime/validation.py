@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from data.module import data_step
 from runtime import whole
 from runtime.checkpoints import StepCheckpoint
-from runtime.progress import PAUSE, append_metrics
+from runtime.progress import PAUSE, Progress, append_metrics
 
 log = logging.getLogger("launch")
 
@@ -55,6 +55,8 @@ class DomainValidation(pl.Callback):
             self._validate(trainer, pl_module)
 
     def _validate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
+            progress.tell(trainer)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the training steps still under way are no part of validation
         start, data = time.perf_counter(), trainer.datamodule

@@ -45,7 +45,7 @@ class GraphedSchedule:
         self._captured_for = 0
 
     @staticmethod
-    def unfit(config: Any, ddp_config: Any, fused_lm_head: bool) -> str | None:
+    def unfit(config: Any, ddp_config: Any, fused_lm_head: bool, sync_free_loss: bool) -> str | None:
         """Why this schedule cannot take over from a model of these Megatron configurations, or None."""
         if not torch.cuda.is_available():
             return "it needs a GPU"
@@ -53,11 +53,14 @@ class GraphedSchedule:
             return (
                 "Transformer Engine's cross-entropy cannot be captured: model.config.cross_entropy_fusion_impl=native"
             )
+        if not sync_free_loss:
+            return "NeMo's loss waits for the GPU: speed.sync_free_loss=True"
         if ddp_config.overlap_grad_reduce:
             return "its gradients are summed after the backward pass: trainer.strategy.ddp.overlap_grad_reduce=False"
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
         ranks *= parallel_state.get_tensor_model_parallel_world_size()
-        return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"
+        ranks *= parallel_state.get_context_parallel_world_size()
+        return None if ranks == 1 else "it needs tensor, pipeline and context parallel size 1"
 
     def __call__(
         self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any

@@ -49,6 +49,7 @@ def test_resume_with_the_levers_on(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / f"runs/resumed/checkpoints/step-{LAST}")
     (tmp_path / "runs/resumed/metrics.jsonl").unlink()
     resumed = losses(tmp_path, "resumed", "--resume")
+    assert min(resumed) == SAVED + 1
     again = losses(tmp_path, "again")
     for step in range(SAVED + 1, LAST + 1):
         print(step, whole[step], resumed[step] - whole[step], again[step] - whole[step])

@@ -103,6 +103,20 @@ def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..
         assert curve == curves[name], name
 
 
+def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late, a vote counts in the step after it, on every rank; at the end of the run at once."""
+    from runtime.interrupt import StopOnInterrupt
+
+    other_rank = 0
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes: votes.add_(other_rank))
+    stop = StopOnInterrupt()
+    assert not stop._any_rank(late=True)
+    other_rank = 1
+    assert not stop._any_rank(late=True)
+    assert stop._any_rank(late=True)
+    assert StopOnInterrupt()._any_rank(late=False)
+
+
 def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
     """A run through the graph's schedule, with a capture that computes its micro batch anew at each replay."""
     from runtime.fast import graph

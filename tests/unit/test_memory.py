@@ -34,7 +34,7 @@ def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
         (_plan("qwen25_500m_single", micro_batch_size=4), "fast", 9.97),
         (_plan("qwen25_500m_single", groups=12, micro_batch_size=8, global_batch_size=32), "fast", 14.98),
         (_plan("qwen25_500m_single", groups=12, micro_batch_size=16, global_batch_size=64), "fast", 24.23),
-        (_plan("qwen25_500m", micro_batch_size=8), "fast", 28.05),
+        (_plan("qwen25_500m", micro_batch_size=8), "fast", 28.12),
         (_plan("qwen25_500m_dual", micro_batch_size=31, global_batch_size=124), "fast", 84.12),
         (_plan("qwen25_500m_single", micro_batch_size=4), "sdpa", 9.86),
         (_plan("qwen25_500m", micro_batch_size=8), "sdpa", 27.99),
@@ -45,9 +45,11 @@ def test_measured_peaks(plan: Plan, path: memory.Path, gib: float) -> None:
 
     "allocated" leaves a CUDA graph's memory out between its replays. One H100; the run on two GPUs on H200s.
     """
-    assert memory.estimate(plan, path).allocated_gib == pytest.approx(gib, rel=0.05)
+    estimate = memory.estimate(plan, path)
     if path == "fast":
-        assert memory.estimate(plan, path).reserved_gib == pytest.approx(gib, rel=0.1)
+        assert estimate.reserved_gib == pytest.approx(gib, rel=0.08)
+    else:
+        assert estimate.allocated_gib == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize("card", [24, 32, 48, 80, 141])
