@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from runtime import shield
+from runtime import shield, whole
 from runtime.later import Later
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is the one that mpirun passes on
@@ -65,13 +65,9 @@ class StopOnInterrupt(pl.Callback):
 
     def _any_rank(self, late: bool) -> bool:
         """Was any rank asked: by now, or (late) by the end of the step before? Called on all ranks."""
-        before, votes = self._votes, torch.tensor(int(self.asked))
-        if torch.cuda.is_available():
-            votes = votes.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
-        torch.distributed.all_reduce(votes)
-        self._votes = Later({"asked": votes})
+        before, self._votes = self._votes, Later({"asked": whole.total([int(self.asked)])})
         known = before if late else self._votes
-        return known is not None and known.read()["asked"] > 0
+        return known is not None and known.read()["asked"] != [0]
 
     def _restore(self) -> None:
         for number, previous in self._previous.items():

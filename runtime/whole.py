@@ -10,6 +10,15 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 
+def total(counts: Sequence[int], group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+    """Sums over the ranks of a group, or over all: int64[len(counts)] on the device; nothing is waited for."""
+    sums = torch.tensor(counts, dtype=torch.int64)
+    if torch.cuda.is_available():
+        sums = sums.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
+    torch.distributed.all_reduce(sums, group=group)
+    return sums
+
+
 def num_parameters(model: torch.nn.Module) -> int:
     """Parameters of the whole model: each shard once, replicated ones once, a tied embedding once.
 
@@ -19,9 +28,7 @@ def num_parameters(model: torch.nn.Module) -> int:
     own = sum(
         p.numel() for p in model.parameters() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
     )
-    total = torch.tensor([own], dtype=torch.int64, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
-    return int(total.item())
+    return int(total([own], parallel_state.get_model_parallel_group()).item())
 
 
 def over_replicas(counts: Sequence[int]) -> torch.Tensor:
@@ -30,13 +37,9 @@ def over_replicas(counts: Sequence[int]) -> torch.Tensor:
     Returns:
         int64[len(counts)], on the device where there are several replicas; nothing is waited for.
     """
-    total = torch.tensor(counts, dtype=torch.int64)
     if parallel_state.get_data_parallel_world_size() == 1:
-        return total
-    if torch.cuda.is_available():
-        total = total.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
-    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    return total
+        return torch.tensor(counts, dtype=torch.int64)
+    return total(counts, parallel_state.get_data_parallel_group())
 
 
 def chunks() -> int:

@@ -33,7 +33,7 @@ class GraphedSchedule:
             step needs more memory than the others.
 
     Gradients are summed over the replicas after the last micro batch, outside the graph: a communicator that a graph
-    holds cannot be destroyed (the run hangs at its end) or aborted when a peer is lost.
+    holds cannot be destroyed, and the run hangs at its end (pytorch issue 115388).
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
     """
@@ -63,20 +63,11 @@ class GraphedSchedule:
         return None if ranks == 1 else "it needs tensor, pipeline and context parallel size 1"
 
     def __call__(
-        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **rest: Any
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """Megatron's schedule protocol; `rest` (sequence length, forward_only ...) goes to the plain schedule."""
+        """Megatron's schedule protocol, for training steps (runtime/speed.py binds it to nothing else)."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        if rest.get("forward_only"):
-            rows: list[dict[str, torch.Tensor]] = schedules.forward_backward_no_pipelining(
-                forward_step_func=forward_step_func,
-                data_iterator=iterator,
-                model=model,
-                num_microbatches=num_microbatches,
-                **rest,
-            )
-            return rows
 
         def compute() -> dict[str, torch.Tensor]:
             return _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)

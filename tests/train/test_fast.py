@@ -108,7 +108,7 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> Non
     from runtime.interrupt import StopOnInterrupt
 
     other_rank = 0
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes: votes.add_(other_rank))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, group: votes.add_(other_rank))
     stop = StopOnInterrupt()
     assert not stop._any_rank(late=True)
     other_rank = 1

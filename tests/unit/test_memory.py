@@ -33,7 +33,7 @@ def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
         (_plan("qwen25_500m", micro_batch_size=8), "plain", 50.04),
         (_plan("qwen25_500m_single", micro_batch_size=4), "fast", 9.97),
         (_plan("qwen25_500m_single", groups=12, micro_batch_size=8, global_batch_size=32), "fast", 14.98),
-        (_plan("qwen25_500m_single", groups=12, micro_batch_size=16, global_batch_size=64), "fast", 24.23),
+        (_plan("qwen25_500m_single", groups=12, micro_batch_size=16, global_batch_size=64), "fast", 24.21),
         (_plan("qwen25_500m", micro_batch_size=8), "fast", 28.12),
         (_plan("qwen25_500m_dual", micro_batch_size=31, global_batch_size=124), "fast", 84.12),
         (_plan("qwen25_500m_single", micro_batch_size=4), "sdpa", 9.86),
