@@ -1,0 +1,99 @@
+"""Several GPUs train what one GPU trains, whatever they share out, with the levers that each layout allows.
+
+pytest tests/gpu     (two GPUs, four for the last layout; a prepared corpus in corpora/mine)
+
+Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 10; from there each layout goes on (which also shows
+that a checkpoint of the distributed optimizer can be cut anew). bf16: loss within 5e-3 and gradient norm within 1% over
+the next five steps; gradients of a wrong stage or a missing sum are off by a factor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SAVED, LAST = 10, 20
+TP = ("trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=True")
+PP = (
+    "trainer.strategy.pipeline_model_parallel_size=2",
+    "trainer.strategy.virtual_pipeline_model_parallel_size=2",
+    "model.config.overlap_p2p_comm=True",
+    "model.config.batch_p2p_comm=False",
+)
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dp2": (2, ()),
+    "tp2": (2, TP),
+    "pp2": (2, PP),
+    "tp2pp2": (4, TP + PP),
+}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+    pytest.mark.skipif(not (ROOT / "corpora/mine").is_dir(), reason="no corpus in corpora/mine"),
+]
+Row = dict[str, float]
+
+
+def train(folder: Path, name: str, *words: str) -> dict[int, Row]:
+    """Run `launch.py` with these words; loss and gradient norm of each step that it trained."""
+    size = ("model.config.num_layers=8", "data.micro_batch_size=2", "data.global_batch_size=8")
+    numbers = (f"trainer.max_steps={LAST}", f"trainer.val_check_interval={LAST}", "trainer.limit_val_batches=1")
+    saves = (f"log.ckpt.every_n_train_steps={SAVED}", "log.ckpt.keep_last=3", "trainer.log_every_n_steps=1")
+    corpus = (f"data.paths={ROOT / 'corpora/mine'}", f"data.index_mapping_dir={folder / 'index'}")
+    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_dual", "--name", name]
+    done = subprocess.run(
+        [*command, *size, *numbers, *saves, *corpus, *words], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, rows) if "loss" in row}
+
+
+def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
+    assert min(found) == first
+    for step in sorted(found):
+        a, b = found[step], one[step]
+        print(step, b["loss"], a["loss"] - b["loss"], b["grad_norm"], a["grad_norm"] / b["grad_norm"])
+    for step in range(first, first + 5):
+        assert found[step]["loss"] == pytest.approx(one[step]["loss"], abs=5e-3), step
+        assert found[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-2), step
+    assert found[LAST]["unmasked_tokens"] == one[LAST]["unmasked_tokens"]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
+    """One GPU, 20 steps, checkpoints at 10 and 20: runs/one."""
+    folder = tmp_path_factory.mktemp("parallel")
+    return folder, train(folder, "one", "trainer.devices=1")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_goes_on_where_one_gpu_was(layout: str, one: tuple[Path, dict[int, Row]]) -> None:
+    devices, words = LAYOUTS[layout]
+    if torch.cuda.device_count() < devices:
+        pytest.skip(f"fewer than {devices} CUDA devices")
+    if layout != "dp2" and importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("sequence parallel needs Transformer Engine")
+    folder, whole = one
+    run = folder / "runs" / layout
+    shutil.copytree(folder / "runs/one", run)
+    shutil.rmtree(run / f"checkpoints/step-{LAST}")
+    (run / "metrics.jsonl").unlink()
+    found = train(folder, layout, "--resume", f"trainer.devices={devices}", *words)
+    shutil.rmtree(run)  # 7 GB
+    alike(found, whole, SAVED + 1)
+
+
+def test_gloo_from_scratch(one: tuple[Path, dict[int, Row]]) -> None:
+    """Without the distributed optimizer, whose checkpoint has another form: from the first step on."""
+    folder, whole = one
+    alike(train(folder, "gloo", "--env", "dual+gloo"), whole, 1)
