@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from runtime.place import free_port
-
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
@@ -88,7 +86,8 @@ class Task:
         env: set before anything is initialised.
         sizes: bytes of the tensors whose all-reduce is timed.
         timeout_s: after this a collective that waits gives up in its own words.
-        folder: rank-R.jsonl and rank-R.log are written here.
+        folder: rank-R.jsonl and rank-R.log are written here; the ranks find each other in its file `store`, so that
+            another program's port is no failure of the rung's.
     """
 
     backend: Literal["nccl", "gloo"]
@@ -96,7 +95,6 @@ class Task:
     world_size: int
     env: dict[str, str]
     sizes: tuple[int, ...]
-    port: int
     timeout_s: float
     folder: Path
 
@@ -166,7 +164,6 @@ def attempt(rung: Rung, limit_s: float, mib: tuple[float, ...] = ()) -> Result:
             rung.world_size,
             env,
             sizes,
-            free_port(first=29600, tries=100),
             max(2.0, limit_s - 2),
             folder,
         )

@@ -62,7 +62,7 @@ class _Rank:
         """Make the process group; with NCCL its communicator too, not only at the first collective."""
         dist.init_process_group(
             self.task.backend,
-            init_method=f"tcp://127.0.0.1:{self.task.port}",
+            init_method=f"file://{self.task.folder}/store",
             rank=self.rank,
             world_size=self.task.world_size,
             timeout=timedelta(seconds=self.task.timeout_s),

@@ -63,7 +63,11 @@ def test_weight_gradient_into_fp32() -> None:
 
 
 def test_fast_and_plain_train_alike() -> None:
-    """50 steps in bf16: at most twice as far apart as the plain path is from itself, summed in another order."""
+    """50 steps in bf16: closer to the plain path's losses than a plain run with a learning rate 1% higher.
+
+    (Against the plain path summed in another order there is no bound to give: it is 0.0002 off on one card, 0.0008 on
+    another.)
+    """
     from bench.curves import gap
     from bench.turns import measure
 
@@ -71,8 +75,9 @@ def test_fast_and_plain_train_alike() -> None:
         pytest.skip("no corpus in corpora/mine")
     run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "42", "--losses"]
     batch = ["data.micro_batch_size=4"]
-    ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", "data.micro_batch_size=1"]]
+    ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", *batch, "optim.config.lr=3.03e-4"]]
     with Path("fast-and-plain.log").open("w") as log:
-        plain, fast, other = (result["losses"] for result in measure(ways, log))
+        plain, fast, higher = (result["losses"] for result in measure(ways, log))
+    print(gap(plain, fast), gap(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
-    assert gap(plain, fast)["mean_50"] < 2 * gap(plain, other)["mean_50"] + 1e-4
+    assert gap(plain, fast)["mean_50"] < gap(plain, higher)["mean_50"]

@@ -2,9 +2,10 @@
 
 pytest tests/gpu     (two GPUs, four for the last layout; a prepared corpus in corpora/mine)
 
-Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 10; from there each layout goes on (which also shows
+Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 5; from there each layout goes on (which also shows
 that a checkpoint of the distributed optimizer can be cut anew). bf16: loss within 5e-3 and gradient norm within 1% over
-the next five steps; gradients of a wrong stage or a missing sum are off by a factor.
+the next five steps; gradients of a wrong stage or a missing sum are off by a factor. The learning rate is low: at the
+recipe's own, rounding differences of the first steps grow to 2% of the norm in five.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-SAVED, LAST = 10, 20
+SAVED, LAST = 5, 10
 TP = ("trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=True")
 PP = (
     "trainer.strategy.pipeline_model_parallel_size=2",
@@ -45,7 +46,7 @@ Row = dict[str, float]
 
 def train(folder: Path, name: str, *words: str) -> dict[int, Row]:
     """Run `launch.py` with these words; loss and gradient norm of each step that it trained."""
-    size = ("model.config.num_layers=8", "data.micro_batch_size=2", "data.global_batch_size=8")
+    size = ("model.config.num_layers=8", "data.micro_batch_size=2", "data.global_batch_size=8", "optim.config.lr=1e-4")
     numbers = (f"trainer.max_steps={LAST}", f"trainer.val_check_interval={LAST}", "trainer.limit_val_batches=1")
     saves = (f"log.ckpt.every_n_train_steps={SAVED}", "log.ckpt.keep_last=3", "trainer.log_every_n_steps=1")
     corpus = (f"data.paths={ROOT / 'corpora/mine'}", f"data.index_mapping_dir={folder / 'index'}")
@@ -53,7 +54,7 @@ def train(folder: Path, name: str, *words: str) -> dict[int, Row]:
     done = subprocess.run(
         [*command, *size, *numbers, *saves, *corpus, *words], cwd=folder, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-5000:]
     rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return {row["step"]: row for row in map(json.loads, rows) if "loss" in row}
 
@@ -71,7 +72,7 @@ def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
-    """One GPU, 20 steps, checkpoints at 10 and 20: runs/one."""
+    """One GPU, 10 steps, checkpoints at 5 and 10: runs/one."""
     folder = tmp_path_factory.mktemp("parallel")
     return folder, train(folder, "one", "trainer.devices=1")
 

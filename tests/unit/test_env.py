@@ -36,6 +36,13 @@ def test_later_layers_win_and_the_user_last() -> None:
     assert _values("dual+prod", **{TIMEOUT: "77"})[TIMEOUT] == ("77", "user")
 
 
+def test_a_set_does_not_hide_gpus_that_the_run_needs() -> None:
+    assert _values("dual", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0,1", "dual")
+    assert "CUDA_VISIBLE_DEVICES" not in _values("dual", _plan(devices=4)) | _values("lean", _plan(devices=2))
+    assert _values("official", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0", "official")  # preflight refuses
+    assert _values("cpu", _plan(devices=2, accelerator="cpu"))["CUDA_VISIBLE_DEVICES"] == ("", "cpu")
+
+
 def test_every_key_has_a_reason_and_no_verdict_contradicts_a_set() -> None:
     tables = [BASE, *SETS.values(), *TIERS.values()]
     assert all(len(reason) > 10 for table in tables for _, reason in table.values())
