@@ -1,7 +1,7 @@
 """How much GPU memory a run takes, computed before it starts, and the batch that a share of a card has room for.
 
 bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
-      + tokens in flight x layers x 2 x (HIDDEN x hidden + FFN x ffn) / tensor parallel: kept for the backward pass
+      + tokens in flight x layers x 2 x (6 hidden + 2 kv + FFN x ffn) / tensor parallel: kept for the backward pass
       + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
 The constants are fitted to measured peaks (docs/11-many-gpus.md); `python -m bench.memory` compares on a GPU.
 Pure Python: read before NeMo is imported.
@@ -17,8 +17,9 @@ from recipes.plan import Plan
 from runtime.errors import UserError, unknown
 
 GIB = 2**30
-HIDDEN = 8.0  # activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
-HIDDEN_EVERY_RANK = 4.0  # of these: norms and residuals, which tensor parallelism does not split
+# activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
+HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs: tensor parallelism alone does not split them
+HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values as wide as their groups come to this
 FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 3.0}  # times the FFN size: one SwiGLU kernel, or three
 LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
 OUTSIDE_GIB = 1.5  # of a card, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
@@ -84,10 +85,10 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     ends = (stage == 0) + (last if pp > 1 or not shape.tied else 0)  # with one stage a tied embedding is there once
     parameters = (body + embedding * ends) / tp
     shared_by = 1 if path == "sdpa" else max(1, plan.data_parallel)
-    every, split = HIDDEN_EVERY_RANK, HIDDEN - HIDDEN_EVERY_RANK
-    if plan.sequence_parallel:
-        every, split = 0.0, HIDDEN
-    kept = 2 * ((every + split / tp) * shape.hidden_size + FFN[path] * shape.ffn_hidden_size / tp)
+    every = HIDDEN_EVERY_RANK * shape.hidden_size / (tp if plan.sequence_parallel else 1)
+    kv = shape.hidden_size * shape.num_query_groups / shape.num_attention_heads
+    split = HIDDEN_SPLIT * shape.hidden_size + 2 * kv + FFN[path] * shape.ffn_hidden_size
+    kept = 2 * (every + split / tp)
     tokens = plan.micro_batch_size * plan.seq_length / max(1, plan.context_parallel)
     vp = plan.virtual_pipeline or 1  # a stage begins its later chunks before the first ones return
     chunks = 2 * (pp - stage - 1) + (vp - 1) * pp + 1 if vp > 1 else pp - stage

@@ -176,7 +176,7 @@ def qwen25_500m_cpt(plan: Plan) -> run.Partial:
 
 
 # the batch is for an 80 GiB card; the launcher fits it to the card that is there (recipes/memory.py)
-@recipe(env="dual", devices=2, memory_profile="balanced", micro_batch_size=16, global_batch_size=128, **_FULL)
+@recipe(env="dual", devices=2, memory_profile="balanced", micro_batch_size=17, global_batch_size=136, **_FULL)
 def qwen25_500m_dual(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B at full size (494M, tied) on two GPUs, data parallel: about 65% of each card."""
     from recipes.assemble import many_gpus, pretrain
@@ -184,7 +184,7 @@ def qwen25_500m_dual(plan: Plan) -> run.Partial:
     return many_gpus(pretrain(plan))
 
 
-@recipe(env="dual", devices=2, memory_profile="conservative", micro_batch_size=11, global_batch_size=66, **_FULL)
+@recipe(env="dual", devices=2, memory_profile="conservative", micro_batch_size=12, global_batch_size=72, **_FULL)
 def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
     """The same with about 48% of each card: room for another program beside it."""
     from recipes.assemble import many_gpus, pretrain
@@ -192,7 +192,7 @@ def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
     return many_gpus(pretrain(plan))
 
 
-@recipe(env="dual", devices=2, memory_profile="aggressive", micro_batch_size=24, global_batch_size=240, **_FULL)
+@recipe(env="dual", devices=2, memory_profile="aggressive", micro_batch_size=25, global_batch_size=250, **_FULL)
 def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
     """The same with about 90% of each card: nothing else may run there."""
     from recipes.assemble import many_gpus, pretrain

@@ -33,7 +33,7 @@ class GraphedSchedule:
             step needs more memory than the others.
 
     Gradients are summed over the replicas after the last micro batch, outside the graph: a communicator that a graph
-    holds cannot be destroyed, and the run hangs at its end (pytorch issue 115388).
+    holds cannot be destroyed before it (pytorch issue 115388).
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
     """
@@ -99,6 +99,7 @@ class GraphedSchedule:
             for _ in range(self.warm_up):
                 compute()
                 get_attr_wrapped_model(model, "zero_grad_buffer")()
+                torch.cuda.empty_cache()  # or the next one's logits find no room as long as they are, and take new
         self.warm_up = 0
 
     def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> Recorded:

@@ -35,7 +35,13 @@ def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
         (_plan("qwen25_500m_single", groups=12, micro_batch_size=8, global_batch_size=32), "fast", 14.98),
         (_plan("qwen25_500m_single", groups=12, micro_batch_size=16, global_batch_size=64), "fast", 24.21),
         (_plan("qwen25_500m", micro_batch_size=8), "fast", 28.12),
-        (_plan("qwen25_500m_dual", micro_batch_size=31, global_batch_size=124), "fast", 84.12),
+        (_plan("qwen25_500m_single", groups=12, devices=4, micro_batch_size=16, global_batch_size=256), "fast", 21.63),
+        (_plan("qwen25_500m", micro_batch_size=31, global_batch_size=62), "fast", 84.44),
+        (_plan("qwen25_500m_dual", micro_batch_size=3, global_batch_size=126), "fast", 13.31),
+        (_plan("qwen25_500m_dual"), "fast", 47.61),
+        (_plan("qwen25_500m_dual_aggressive"), "fast", 67.20),
+        (_plan("qwen25_500m_dual", micro_batch_size=31, global_batch_size=124), "fast", 84.11),
+        (_plan("qwen25_500m_multinode", num_nodes=1, devices=4, global_batch_size=64), "fast", 7.90),
         (_plan("qwen25_500m_single", micro_batch_size=4), "sdpa", 9.86),
         (_plan("qwen25_500m", micro_batch_size=8), "sdpa", 27.99),
     ],
@@ -43,13 +49,10 @@ def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
 def test_measured_peaks(plan: Plan, path: memory.Path, gib: float) -> None:
     """torch.cuda.max_memory_reserved with the levers, else max_memory_allocated (recorded before), of 306M, 318M, 494M.
 
-    "allocated" leaves a CUDA graph's memory out between its replays. One H100; the run on two GPUs on H200s.
+    "allocated" leaves a CUDA graph's memory out between its replays. One H100; those on two and four GPUs on H200s.
     """
     estimate = memory.estimate(plan, path)
-    if path == "fast":
-        assert estimate.reserved_gib == pytest.approx(gib, rel=0.08)
-    else:
-        assert estimate.allocated_gib == pytest.approx(gib, rel=0.05)
+    assert (estimate.reserved_gib if path == "fast" else estimate.allocated_gib) == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize("card", [24, 32, 48, 80, 141])
