@@ -45,14 +45,14 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/unit
 
-# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards. test_parallel.py computes
-# like the rest
+# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards; test_parallel.py computes
 PARALLEL := tests/cluster/test_parallel.py
 test: check
 	@$(LAUNCH) data sample > /dev/null
 	@$(BIN)/pytest tests/cluster --ignore=$(PARALLEL) > $(VENV)/cluster.log 2>&1 & \
-	$(BIN)/pytest $(filter-out tests/unit/% tests/cluster/%,$(wildcard tests/*/test_*.py)) $(PARALLEL); rest=$$?; \
-	wait $$!; cluster=$$?; cat $(VENV)/cluster.log; exit $$((rest | cluster))
+	$(BIN)/pytest --ignore=tests/unit --ignore=tests/cluster; rest=$$?; \
+	$(BIN)/pytest $(PARALLEL); parallel=$$?; \
+	wait $$!; cluster=$$?; cat $(VENV)/cluster.log; exit $$((rest | parallel | cluster))
 
 clean:
 	rm -rf $(VENV) runs corpora models

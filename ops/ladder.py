@@ -86,8 +86,7 @@ class Task:
         env: set before anything is initialised.
         sizes: bytes of the tensors whose all-reduce is timed.
         timeout_s: after this a collective that waits gives up in its own words.
-        folder: rank-R.jsonl and rank-R.log are written here; the ranks find each other in its file `store`, so that
-            another program's port is no failure of the rung's.
+        folder: rank-R.jsonl and rank-R.log are written here, and the port where rank 0 listens.
     """
 
     backend: Literal["nccl", "gloo"]

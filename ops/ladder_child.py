@@ -62,7 +62,7 @@ class _Rank:
         """Make the process group; with NCCL its communicator too, not only at the first collective."""
         dist.init_process_group(
             self.task.backend,
-            init_method=f"file://{self.task.folder}/store",
+            store=self._store(),
             rank=self.rank,
             world_size=self.task.world_size,
             timeout=timedelta(seconds=self.task.timeout_s),
@@ -70,6 +70,18 @@ class _Rank:
         )
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if self.task.backend == "nccl" else ""
         return f"{self.task.backend} {nccl}".strip()
+
+    def _store(self) -> dist.TCPStore:
+        """Where the ranks meet: rank 0 listens on a port that the system gives it, so that none can be taken."""
+        told, world = self.task.folder / "port", self.task.world_size
+        if self.rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
+            (self.task.folder / "port.new").write_text(str(store.port))
+            (self.task.folder / "port.new").rename(told)
+            return store
+        while not told.exists():  # rank 0 may have failed: the parent's time limit ends this
+            time.sleep(0.01)
+        return dist.TCPStore("127.0.0.1", int(told.read_text()), world, timeout=timedelta(seconds=self.task.timeout_s))
 
     def all_reduce(self) -> str:
         """Sum known numbers over the ranks, and look at each of them."""

@@ -68,7 +68,7 @@ def estimate(plan: Plan, path: Path = "fast") -> Estimate:
     """Peak memory of a bf16 run.
 
     Args:
-        plan: resolved; the distributed optimizer is on unless `path` is sdpa (recipes/machine.py).
+        plan: resolved; with `path` sdpa the distributed optimizer is off in any case (recipes/machine.py).
         path: fast is Transformer Engine with the levers of recipes/speed.py, plain without them, sdpa the levers
             without TE.
     """
@@ -84,7 +84,7 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     body = (shape.num_parameters - embedding * (1 if shape.tied else 2)) / pp
     ends = (stage == 0) + (last if pp > 1 or not shape.tied else 0)  # with one stage a tied embedding is there once
     parameters = (body + embedding * ends) / tp
-    shared_by = 1 if path == "sdpa" else max(1, plan.data_parallel)
+    shared_by = max(1, plan.data_parallel) if plan.distributed_optimizer and path != "sdpa" else 1
     every = HIDDEN_EVERY_RANK * shape.hidden_size / (tp if plan.sequence_parallel else 1)
     kv = shape.hidden_size * shape.num_query_groups / shape.num_attention_heads
     split = HIDDEN_SPLIT * shape.hidden_size + 2 * kv + FFN[path] * shape.ffn_hidden_size
@@ -163,7 +163,8 @@ def _reasons(plan: Plan, profile: str, card_gib: float, path: Path) -> list[str]
     return [
         f"profile {profile}: {room} = {share * card_gib:.1f} GiB; estimated {found}",
         f"data.seq_length={plan.seq_length} tokens: the longest that fits with one sample",
-        f"data.micro_batch_size={plan.micro_batch_size} samples: the most that fits",
+        f"data.micro_batch_size={plan.micro_batch_size} samples: "
+        + ("beyond, nothing gets faster" if plan.micro_batch_size == MOST else "the most that fits"),
         f"data.global_batch_size={plan.global_batch_size} samples = {plan.tokens_per_step:,} tokens a step: the"
         f" multiple of {plan.micro_batch_size} x {plan.data_parallel} nearest to {TOKENS_PER_STEP[profile]:,}",
     ]

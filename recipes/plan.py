@@ -78,6 +78,7 @@ class Plan:
     virtual_pipeline: int | None = _at("trainer.strategy.virtual_pipeline_model_parallel_size", default=None)
     sequence_parallel: bool = _at("trainer.strategy.sequence_parallel", default=False)
     context_parallel: int = _at("trainer.strategy.context_parallel_size", default=1)
+    distributed_optimizer: bool = _at("optim.config.use_distributed_optimizer", default=True)
     base: str | None = _at("resume.base", default=None)
     memory_profile: str | None = None  # of recipes/memory.py: the launcher fits the batch to the card
     model_seq_length: int = _at("model.config.seq_length", default=0)

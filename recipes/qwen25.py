@@ -46,6 +46,7 @@ TINY = Shape(
     shape=TINY,
     accelerator="cpu",
     env="cpu",
+    distributed_optimizer=False,
     data="corpora/sample/prose",
     seq_length=256,
     micro_batch_size=4,
@@ -71,6 +72,7 @@ def qwen25_tiny(plan: Plan) -> run.Partial:
     base="models/qwen25-tiny",
     accelerator="cpu",
     env="cpu",
+    distributed_optimizer=False,
     blend={
         "domains": [
             {"name": "code", "folder": "corpora/sample/code", "role": "new"},

@@ -276,7 +276,13 @@ def _names_in(rows: Any) -> set[Any]:
 
 
 def _fields(where: list[Any]) -> list[str]:
-    parts: dict[str, list[type[_Part]]] = {"tunnel": [Local, Ssh], "slurm": [Slurm], "docker": [Docker], "k8s": [K8s]}
+    parts: dict[str, list[type[_Part]]] = {
+        "tunnel": [Local, Ssh],
+        "slurm": [Slurm],
+        "docker": [Docker],
+        "k8s": [K8s],
+        "mpirun": [Mpirun],
+    }
     kinds = parts.get(str(where[0]), []) if where else [Cluster]
     return sorted({field for kind in kinds for field in kind.model_fields})
 

@@ -114,8 +114,8 @@ def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> 
             condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
             if condition and plan is not None and not _holds(condition, plan, environ):
                 continue
-            if plan is not None and source not in VERBATIM and _hides(key, value, plan):
-                continue
+            if plan is not None and source in SETS and source not in VERBATIM:
+                value = _shown(key, value, plan)
             merged[key] = Setting(key, value, source, reason, condition if plan is None else "")
     settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
     _check({**environ, **{s.key: s.value for s in settings if not s.only_if}})
@@ -144,9 +144,11 @@ def _holds(condition: str, plan: Plan, environ: Mapping[str, str]) -> bool:
     }[condition]
 
 
-def _hides(key: str, value: str, plan: Plan) -> bool:
-    """The set shows fewer GPUs than the plan has ranks for: then all stay visible."""
-    return key == "CUDA_VISIBLE_DEVICES" and plan.accelerator == "gpu" and len(value.split(",")) < plan.devices
+def _shown(key: str, value: str, plan: Plan) -> str:
+    """The value; more GPUs where the plan has more ranks than the set shows."""
+    if key == "CUDA_VISIBLE_DEVICES" and plan.accelerator == "gpu" and len(value.split(",")) < plan.devices:
+        return ",".join(map(str, range(plan.devices)))
+    return value
 
 
 def _check(values: Mapping[str, str]) -> None:

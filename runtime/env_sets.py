@@ -21,7 +21,7 @@ _ALLOCATOR: Table = {
     "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:True", "less fragmentation, fewer out-of-memory errors"),
 }
 _ONE_GPU: Table = {
-    "CUDA_VISIBLE_DEVICES": ("0", "one process sees one GPU; set it yourself to take another"),
+    "CUDA_VISIBLE_DEVICES": ("0", "the first GPU, or one a rank; set it yourself to take another"),
     **_ALLOCATOR,
 }
 _THREADS: Table = {
@@ -50,7 +50,10 @@ SETS: dict[str, Table] = {
         "OMP_WAIT_POLICY": ("PASSIVE", "ranks that share cores: waiting awake makes them 2 to 5 times slower"),
     },
     "dual": {
-        "CUDA_VISIBLE_DEVICES": ("0,1", "two ranks, two GPUs; set it yourself to take others"),
+        "CUDA_VISIBLE_DEVICES": (
+            "0,1",
+            "the first two GPUs, or one a rank; set it yourself to take others",
+        ),
         **_ALLOCATOR,
         **_THREADS,
         "TORCH_NCCL_AVOID_RECORD_STREAMS": ("1", "lower peak memory of collectives; torch's default since 2.8"),
@@ -152,7 +155,7 @@ NOT_SET: dict[str, str] = {
     "NCCL_ALGO": "NCCL's own choice is made by size and topology; a forced one is wrong for most sizes",
     "NCCL_PROTO": "as NCCL_ALGO; forcing LL128 where the hardware lacks it corrupts data",
     "TORCH_NCCL_BLOCKING_WAIT": "makes every wait block the CPU: slower; the timeout works without it",
-    "NCCL_GRAPH_REGISTER": "0 is needed with CUDA graphs and expandable segments; the recipe with graphs sets it",
+    "NCCL_GRAPH_REGISTER": "NCCL's default serves: the graphs of this project hold no communicator",
     "TRANSFORMERS_OFFLINE": "1 blocks the first download of a base model; set it after that",
     "HF_HUB_OFFLINE": "as TRANSFORMERS_OFFLINE",
     "OMPI_COMM_WORLD_RANK": "mpirun's rank; --executor mpirun maps it",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from data.blend import chosen
 from ops import preflight
-from recipes import overrides, registry
 from recipes.plan import Plan
 from runtime import build, env, executors, fit, logs, place, rundir
 from runtime.env_sets import TIERS
@@ -44,15 +43,16 @@ def launch(spec: RunSpec) -> int:
     submit = executors.resolve(spec.executor or "direct")
     cluster = _cluster(spec)
     folder = rundir.choose(spec)
-    spec = fit.fit(spec, folder, here=spec.executor in HERE)
-    plan = _plan(spec)
-    spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
+    plan = fit.planned(spec)
     if spec.executor == "direct" and (dropped := place.alone(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
     before = dict(os.environ)
     settings = env.apply(_env_name(spec.env or plan.env, cluster), os.environ, plan)
     if spec.executor == "direct" and not spec.dryrun:
         env.restart_with_preloads(settings, before)
+    spec = fit.fit(spec, folder, here=spec.executor in HERE)
+    plan = fit.planned(spec)
+    spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
     _tell(spec, plan, folder, settings)
     if not _preflight(plan, folder, spec, cluster) and not spec.dryrun:
         return EXIT_PREFLIGHT
@@ -75,7 +75,7 @@ def _complete(spec: RunSpec) -> RunSpec:
     Raises:
         UserError: several ranks for `direct`, or several nodes and nobody to start them.
     """
-    plan = _plan(spec)
+    plan = fit.planned(spec)
     ranks = plan.devices * plan.num_nodes
     if spec.executor is None:
         name = "direct" if ranks == 1 else "local"
@@ -97,10 +97,6 @@ def _complete(spec: RunSpec) -> RunSpec:
             do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
         )
     return spec
-
-
-def _plan(spec: RunSpec) -> Plan:
-    return overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
 
 
 def _cluster(spec: RunSpec) -> Cluster | None:

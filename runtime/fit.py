@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import os
 
 from ops import machine_facts
 from recipes import memory, overrides, registry
 from recipes.plan import Plan
+from runtime.env_sets import BACKEND
 from runtime.rundir import RunDir
 from runtime.spec import RunSpec
 
 log = logging.getLogger("launch")
+SPARES_MEMORY = ("speed.fused_lm_head", "model.config.bias_activation_fusion")  # levers that the estimate counts on
 BATCH = ("data.micro_batch_size", "data.global_batch_size", "data.seq_length", "model.config.seq_length")
 
 
@@ -30,20 +33,33 @@ def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
         for word in kept:
             log.info("%s (as this run began)", word)
         return _with(spec, kept)
-    plan = _plan(spec)
-    if plan.memory_profile and not given:
-        return _to_card(spec, plan, here)
+    left = planned(spec)
+    if left.memory_profile and not given:
+        return _to_card(spec, left, here)
     if any(overrides.split(word)[0] == "data.micro_batch_size" for word in given):
         return spec  # preflight says what is wrong with it
-    size, path = _card(plan, here) if plan.accelerator == "gpu" and plan.model_parallel == 1 else (None, "fast")
-    return _largest(spec, plan, size, path) if size else _to_replicas(spec, plan)
+    alone = left.accelerator == "gpu" and left.model_parallel == 1
+    size, path = _card(spec, left, here) if alone else (None, "fast")
+    return _largest(spec, left, size, path) if size else _to_replicas(spec, left)
 
 
-def _card(plan: Plan, here: bool) -> tuple[float | None, memory.Path]:
+def planned(spec: RunSpec) -> Plan:
+    """The plan of a spec in this environment, as far as it can be told before NeMo is imported."""
+    found = overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
+    if os.environ.get(BACKEND) == "gloo":  # recipes/collectives.py
+        found = dataclasses.replace(found, distributed_optimizer=False)
+    return found
+
+
+def _card(spec: RunSpec, plan: Plan, here: bool) -> tuple[float | None, memory.Path]:
     """GiB of the smallest card that a rank gets, if it can be asked, and the path that trains on it."""
     cards = machine_facts.cards().visible[: plan.devices] if here else ()
+    size = min((card.total / memory.GIB for card in cards), default=None)
+    words = [overrides.split(word) for word in spec.overrides]
+    if any(path in SPARES_MEMORY and value.strip().lower() == "false" for path, _, value in words):
+        return size, "plain"
     have_te = not cards or importlib.util.find_spec("transformer_engine") is not None
-    return min((card.total / memory.GIB for card in cards), default=None), "fast" if have_te else "sdpa"
+    return size, "fast" if have_te else "sdpa"
 
 
 def _largest(spec: RunSpec, plan: Plan, size: float, path: memory.Path) -> RunSpec:
@@ -60,10 +76,6 @@ def _largest(spec: RunSpec, plan: Plan, size: float, path: memory.Path) -> RunSp
     return _with(spec, [f"data.micro_batch_size={best}"])
 
 
-def _plan(spec: RunSpec) -> Plan:
-    return overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
-
-
 def _with(spec: RunSpec, words: list[str]) -> RunSpec:
     return dataclasses.replace(spec, overrides=(*spec.overrides, *words))
 
@@ -71,7 +83,7 @@ def _with(spec: RunSpec, words: list[str]) -> RunSpec:
 def _to_card(spec: RunSpec, plan: Plan, here: bool) -> RunSpec:
     """A profile's batch on the smallest card that a rank gets; the recipe's own numbers are for 80 GiB."""
     assert plan.memory_profile is not None
-    asked, path = _card(plan, here)
+    asked, path = _card(spec, plan, here)
     size = asked or memory.CARD_GIB
     if asked is None:
         log.info("profile %s: no card to ask here, %.0f GiB assumed", plan.memory_profile, size)

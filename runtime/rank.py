@@ -13,9 +13,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes import overrides, registry
 from recipes.plan import Plan
-from runtime import build, logs, place, shield, states
+from runtime import build, fit, logs, place, shield, states
 from runtime.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from runtime.executors import HERE
 from runtime.place import Place
@@ -41,7 +40,7 @@ def train(folder: RunDir, where: Place | None = None) -> int:
     logs.to_file(attempt, where.rank)
     with _last_word(attempt, where.rank):
         if spec.executor not in HERE and where.local_rank == 0:
-            _check(_plan(spec), folder)
+            _check(fit.planned(spec), folder)
         built = build.build(spec, folder, here=True)
         known = spec.executor in HERE  # then the launcher has told
         for line in built.lines:
@@ -50,10 +49,6 @@ def train(folder: RunDir, where: Place | None = None) -> int:
         if where.rank == 0:
             folder.config.write_text(build.to_yaml(built.partial))
         return _fit(built, folder, spec, where)
-
-
-def _plan(spec: RunSpec) -> Plan:
-    return overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
 
 
 def _check(plan: Plan, folder: RunDir) -> None:
@@ -157,7 +152,7 @@ def _settle(folder: RunDir) -> Place:
     """
     for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
         os.environ.setdefault(row["key"], row["value"])
-    plan = _plan(folder.spec())
+    plan = fit.planned(folder.spec())
     where = place.find(os.environ, plan.devices)
     if where.world_size != plan.devices * plan.num_nodes:
         raise UserError(

@@ -99,7 +99,7 @@ class GraphedSchedule:
             for _ in range(self.warm_up):
                 compute()
                 get_attr_wrapped_model(model, "zero_grad_buffer")()
-                torch.cuda.empty_cache()  # or the next one's logits find no room as long as they are, and take new
+                torch.cuda.empty_cache()  # else the next logits take new memory: what was freed is in pieces too short
         self.warm_up = 0
 
     def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> Recorded:

@@ -63,7 +63,7 @@ def test_weight_gradient_into_fp32() -> None:
 
 
 def test_fast_and_plain_train_alike() -> None:
-    """50 steps in bf16: closer to the plain path's losses than a plain run with a learning rate 1% higher.
+    """50 steps in bf16: five times closer to the plain path's losses than a plain run with a learning rate 1% higher.
 
     (Against the plain path summed in another order there is no bound to give: it is 0.0002 off on one card, 0.0008 on
     another.)
@@ -80,4 +80,4 @@ def test_fast_and_plain_train_alike() -> None:
         plain, fast, higher = (result["losses"] for result in measure(ways, log))
     print(gap(plain, fast), gap(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
-    assert gap(plain, fast)["mean_50"] < gap(plain, higher)["mean_50"]
+    assert 5 * gap(plain, fast)["mean_50"] < gap(plain, higher)["mean_50"]

@@ -3,9 +3,9 @@
 pytest tests/gpu     (two GPUs, four for the last layout; a prepared corpus in corpora/mine)
 
 Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 5; from there each layout goes on (which also shows
-that a checkpoint of the distributed optimizer can be cut anew). bf16: loss within 5e-3 and gradient norm within 1% over
-the next five steps; gradients of a wrong stage or a missing sum are off by a factor. The learning rate is low: at the
-recipe's own, rounding differences of the first steps grow to 2% of the norm in five.
+that a checkpoint of the distributed optimizer can be cut anew). bf16: loss within 5e-4 and gradient norm within 0.2% in
+each step (measured: 1.5e-4 and 0.03%). The learning rate is low: at the recipe's own, rounding differences of the first
+steps grow to 2% of the norm in five.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
     for step in sorted(found):
         a, b = found[step], one[step]
         print(step, b["loss"], a["loss"] - b["loss"], b["grad_norm"], a["grad_norm"] / b["grad_norm"])
-    for step in range(first, first + 5):
-        assert found[step]["loss"] == pytest.approx(one[step]["loss"], abs=5e-3), step
-        assert found[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-2), step
+    for step in range(first, LAST + 1):
+        assert found[step]["loss"] == pytest.approx(one[step]["loss"], abs=5e-4), step
+        assert found[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=2e-3), step
     assert found[LAST]["unmasked_tokens"] == one[LAST]["unmasked_tokens"]
 
 
@@ -82,7 +82,7 @@ def test_goes_on_where_one_gpu_was(layout: str, one: tuple[Path, dict[int, Row]]
     devices, words = LAYOUTS[layout]
     if torch.cuda.device_count() < devices:
         pytest.skip(f"fewer than {devices} CUDA devices")
-    if layout != "dp2" and importlib.util.find_spec("transformer_engine") is None:
+    if "tp2" in layout and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("sequence parallel needs Transformer Engine")
     folder, whole = one
     run = folder / "runs" / layout

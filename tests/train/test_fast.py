@@ -41,6 +41,11 @@ LEVERS = {
     "speed.fused_lm_head=True": ("runtime.fast.lm_head:linear_cross_entropy", 2),
     "speed.fused_qkv=True": ("runtime.fast.qkv:_rotate", 2 * 4 * 4),
     "speed.device_step=True": ("runtime.fast.optimizer:DeviceStep.__call__", 1),
+    "model.config.bias_activation_fusion=True": ("megatron.core.transformer.mlp:bias_swiglu_impl", 2 * 4),
+    "model.config.bias_dropout_fusion=True": (
+        "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train",
+        2 * 4 * 2,
+    ),
     "model.config.gradient_accumulation_fusion=True": ("runtime.fast.wgrad:accumulate", 2 * 4 * 4),
 }
 

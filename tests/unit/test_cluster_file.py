@@ -40,6 +40,7 @@ def test_values_arrive() -> None:
     [
         ("partitoin: gpu\n", "line 1", "did you mean 'partition'"),
         ("nodes: 1\nslurm:\n  srn: []\n", "line 3", "did you mean 'srun'"),
+        ("nodes: 1\nmpirun:\n  hostfil: x\n", "line 3", "did you mean 'hostfile'"),
         ("nodes: 1\ntime: 1:30:00\n", "line 2", "write it in quotes"),
         ("account: 123\n", "line 1", "write it in quotes"),
         ("nodes: 0\n", "line 1", "greater than or equal to 1"),

@@ -36,9 +36,13 @@ def test_later_layers_win_and_the_user_last() -> None:
     assert _values("dual+prod", **{TIMEOUT: "77"})[TIMEOUT] == ("77", "user")
 
 
-def test_a_set_does_not_hide_gpus_that_the_run_needs() -> None:
+def test_a_set_does_not_hide_gpus_that_the_run_needs(tmp_path: Path) -> None:
     assert _values("dual", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0,1", "dual")
-    assert "CUDA_VISIBLE_DEVICES" not in _values("dual", _plan(devices=4)) | _values("lean", _plan(devices=2))
+    assert _values("dual", _plan(devices=4))["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3", "dual")
+    assert _values("official+lean", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0,1", "lean")
+    (tmp_path / "mine.env").write_text("CUDA_VISIBLE_DEVICES=3")
+    mine = str(tmp_path / "mine.env")
+    assert _values(f"dual+{mine}", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("3", mine)  # the user's own
     assert _values("official", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0", "official")  # preflight refuses
     assert _values("cpu", _plan(devices=2, accelerator="cpu"))["CUDA_VISIBLE_DEVICES"] == ("", "cpu")
 
