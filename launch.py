@@ -56,7 +56,7 @@ def recipes() -> None:
     from recipes.registry import RECIPES
 
     for name, (_, summary) in RECIPES.items():
-        print(f"{name:<29}{summary}")
+        print(f"{name:<30}{summary}")
 
 
 @data.command()
