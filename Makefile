@@ -45,7 +45,8 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/unit
 
-# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards; test_parallel.py computes
+# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards. PARALLEL computes, and
+# goes with the rest, so that both sides take as long
 PARALLEL := tests/cluster/test_parallel.py
 test: check
 	@$(LAUNCH) data sample > /dev/null

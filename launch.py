@@ -55,8 +55,9 @@ def recipes() -> None:
     """List the recipes."""
     from recipes.registry import RECIPES
 
+    width = max(map(len, RECIPES))
     for name, (_, summary) in RECIPES.items():
-        print(f"{name:<30}{summary}")
+        print(f"{name:<{width}} {summary}")
 
 
 @data.command()

@@ -77,7 +77,7 @@ def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
     elif count < plan.devices:
         hidden = visible is not None and len(visible.split(",")) < plan.devices
         shown = ",".join(map(str, range(plan.devices)))
-        more = f"--env dual; CUDA_VISIBLE_DEVICES={shown} if you set it" if hidden else "make more GPUs visible"
+        more = f"--env dual (if you set it: CUDA_VISIBLE_DEVICES={shown})" if hidden else "make more GPUs visible"
         yield error(
             "fewer GPUs than the recipe asks for",
             expected=f"trainer.devices={plan.devices}",

@@ -26,10 +26,9 @@ def many(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def least_bytes(plan: Plan) -> float:
-    """What each card holds whatever the batch: bf16 weights, fp32 gradients, Adam's 12 bytes, shared by the replicas
-    with the distributed optimizer."""
+    """What each card holds whatever the batch: bf16 weights, fp32 gradients, its share of Adam's 12 bytes."""
     parameters = plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel)
-    return parameters * (2 + 4 + 12 / (max(1, plan.data_parallel) if plan.distributed_optimizer else 1))
+    return parameters * (2 + 4 + 12 / plan.optimizer_shards)
 
 
 def memory(plan: Plan, cards: facts.Cards) -> Iterator[Finding]:

@@ -22,12 +22,13 @@ HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs: tensor parallelism al
 HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values as wide as their groups come to this
 FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 3.0}  # times the FFN size: one SwiGLU kernel, or three
 LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
+SPARING = ("speed.fused_lm_head", "model.config.bias_activation_fusion")  # the levers behind these numbers
 OUTSIDE_GIB = 1.5  # of a card, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
 FRAGMENTS = 1.04  # reserved by the allocator / allocated, with expandable segments
 
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a card's memory
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
-MOST = 32  # samples of a micro batch: beyond, the matrix products get no faster
+MOST = 32  # samples of a micro batch: more was never measured
 SPARED = 0.85  # of a card, for a recipe without a profile: room for validation, and for an estimate that is off
 CARD_GIB = 80.0  # assumed where no card can be asked
 
@@ -84,7 +85,7 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     body = (shape.num_parameters - embedding * (1 if shape.tied else 2)) / pp
     ends = (stage == 0) + (last if pp > 1 or not shape.tied else 0)  # with one stage a tied embedding is there once
     parameters = (body + embedding * ends) / tp
-    shared_by = max(1, plan.data_parallel) if plan.distributed_optimizer and path != "sdpa" else 1
+    shared_by = 1 if path == "sdpa" else plan.optimizer_shards
     every = HIDDEN_EVERY_RANK * shape.hidden_size / (tp if plan.sequence_parallel else 1)
     kv = shape.hidden_size * shape.num_query_groups / shape.num_attention_heads
     split = HIDDEN_SPLIT * shape.hidden_size + 2 * kv + FFN[path] * shape.ffn_hidden_size
@@ -164,7 +165,7 @@ def _reasons(plan: Plan, profile: str, card_gib: float, path: Path) -> list[str]
         f"profile {profile}: {room} = {share * card_gib:.1f} GiB; estimated {found}",
         f"data.seq_length={plan.seq_length} tokens: the longest that fits with one sample",
         f"data.micro_batch_size={plan.micro_batch_size} samples: "
-        + ("beyond, nothing gets faster" if plan.micro_batch_size == MOST else "the most that fits"),
+        + ("the most on any card" if plan.micro_batch_size == MOST else "the most that fits"),
         f"data.global_batch_size={plan.global_batch_size} samples = {plan.tokens_per_step:,} tokens a step: the"
         f" multiple of {plan.micro_batch_size} x {plan.data_parallel} nearest to {TOKENS_PER_STEP[profile]:,}",
     ]

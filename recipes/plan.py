@@ -98,6 +98,11 @@ class Plan:
         return self.devices * self.num_nodes // max(1, self.model_parallel)
 
     @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share one replica's optimizer state."""
+        return max(1, self.data_parallel) if self.distributed_optimizer else 1
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro batches of a replica in one step, rounded down."""
         return self.global_batch_size // max(1, self.micro_batch_size * self.data_parallel)

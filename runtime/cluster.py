@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -276,14 +276,9 @@ def _names_in(rows: Any) -> set[Any]:
 
 
 def _fields(where: list[Any]) -> list[str]:
-    parts: dict[str, list[type[_Part]]] = {
-        "tunnel": [Local, Ssh],
-        "slurm": [Slurm],
-        "docker": [Docker],
-        "k8s": [K8s],
-        "mpirun": [Mpirun],
-    }
-    kinds = parts.get(str(where[0]), []) if where else [Cluster]
+    """The fields of the file, or of one of its parts (of each kind that the part may be)."""
+    of = Cluster.model_fields[where[0]].annotation if where else Cluster
+    kinds = [kind for kind in (of, *get_args(of)) if isinstance(kind, type) and issubclass(kind, _Part)]
     return sorted({field for kind in kinds for field in kind.model_fields})
 
 

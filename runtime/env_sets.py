@@ -50,10 +50,7 @@ SETS: dict[str, Table] = {
         "OMP_WAIT_POLICY": ("PASSIVE", "ranks that share cores: waiting awake makes them 2 to 5 times slower"),
     },
     "dual": {
-        "CUDA_VISIBLE_DEVICES": (
-            "0,1",
-            "the first two GPUs, or one a rank; set it yourself to take others",
-        ),
+        "CUDA_VISIBLE_DEVICES": ("0,1", "the first two GPUs, or one a rank; set it yourself to take others"),
         **_ALLOCATOR,
         **_THREADS,
         "TORCH_NCCL_AVOID_RECORD_STREAMS": ("1", "lower peak memory of collectives; torch's default since 2.8"),

@@ -15,14 +15,14 @@ from runtime.rundir import RunDir
 from runtime.spec import RunSpec
 
 log = logging.getLogger("launch")
-SPARES_MEMORY = ("speed.fused_lm_head", "model.config.bias_activation_fusion")  # levers that the estimate counts on
 BATCH = ("data.micro_batch_size", "data.global_batch_size", "data.seq_length", "model.config.seq_length")
 
 
 def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
     """The spec with words for what the recipe leaves to the machine, each choice logged with its reason.
 
-    A number of the user's own is never changed; a resumed run keeps the batch it began with.
+    A number of the user's own is never changed; a resumed run keeps the batch it began with, in smaller pieces where
+    more replicas share it.
 
     Args:
         here: this machine trains, so that its card can be asked.
@@ -32,7 +32,8 @@ def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
         kept = [word for word in folder.spec().overrides if overrides.split(word)[0] in BATCH]
         for word in kept:
             log.info("%s (as this run began)", word)
-        return _with(spec, kept)
+        spec = _with(spec, kept)
+        return _to_replicas(spec, planned(spec))
     left = planned(spec)
     if left.memory_profile and not given:
         return _to_card(spec, left, here)
@@ -56,7 +57,7 @@ def _card(spec: RunSpec, plan: Plan, here: bool) -> tuple[float | None, memory.P
     cards = machine_facts.cards().visible[: plan.devices] if here else ()
     size = min((card.total / memory.GIB for card in cards), default=None)
     words = [overrides.split(word) for word in spec.overrides]
-    if any(path in SPARES_MEMORY and value.strip().lower() == "false" for path, _, value in words):
+    if any(path in memory.SPARING and value.strip().lower() == "false" for path, _, value in words):
         return size, "plain"
     have_te = not cards or importlib.util.find_spec("transformer_engine") is not None
     return size, "fast" if have_te else "sdpa"

@@ -11,16 +11,14 @@ steps grow to 2% of the norm in five.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.runs import ROOT, Row, train, without_its_end
+
 SAVED, LAST = 5, 10
 TP = ("trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=True")
 PP = (
@@ -41,22 +39,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
     pytest.mark.skipif(not (ROOT / "corpora/mine").is_dir(), reason="no corpus in corpora/mine"),
 ]
-Row = dict[str, float]
 
 
-def train(folder: Path, name: str, *words: str) -> dict[int, Row]:
-    """Run `launch.py` with these words; loss and gradient norm of each step that it trained."""
+def run(folder: Path, name: str, *words: str) -> dict[int, Row]:
     size = ("model.config.num_layers=8", "data.micro_batch_size=2", "data.global_batch_size=8", "optim.config.lr=1e-4")
-    numbers = (f"trainer.max_steps={LAST}", f"trainer.val_check_interval={LAST}", "trainer.limit_val_batches=1")
-    saves = (f"log.ckpt.every_n_train_steps={SAVED}", "log.ckpt.keep_last=3", "trainer.log_every_n_steps=1")
-    corpus = (f"data.paths={ROOT / 'corpora/mine'}", f"data.index_mapping_dir={folder / 'index'}")
-    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_dual", "--name", name]
-    done = subprocess.run(
-        [*command, *size, *numbers, *saves, *corpus, *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return {row["step"]: row for row in map(json.loads, rows) if "loss" in row}
+    return train(folder, name, "--recipe", "qwen25_500m_dual", *size, *words, saved=SAVED, last=LAST)[0]
 
 
 def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
@@ -74,7 +61,7 @@ def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
     """One GPU, 10 steps, checkpoints at 5 and 10: runs/one."""
     folder = tmp_path_factory.mktemp("parallel")
-    return folder, train(folder, "one", "trainer.devices=1")
+    return folder, run(folder, "one", "trainer.devices=1")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -85,16 +72,13 @@ def test_goes_on_where_one_gpu_was(layout: str, one: tuple[Path, dict[int, Row]]
     if "tp2" in layout and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("sequence parallel needs Transformer Engine")
     folder, whole = one
-    run = folder / "runs" / layout
-    shutil.copytree(folder / "runs/one", run)
-    shutil.rmtree(run / f"checkpoints/step-{LAST}")
-    (run / "metrics.jsonl").unlink()
-    found = train(folder, layout, "--resume", f"trainer.devices={devices}", *words)
-    shutil.rmtree(run)  # 7 GB
+    copy = without_its_end(folder, "one", layout, LAST)
+    found = run(folder, layout, "--resume", f"trainer.devices={devices}", *words)
+    shutil.rmtree(copy)  # 7 GB
     alike(found, whole, SAVED + 1)
 
 
 def test_gloo_from_scratch(one: tuple[Path, dict[int, Row]]) -> None:
     """Without the distributed optimizer, whose checkpoint has another form: from the first step on."""
     folder, whole = one
-    alike(train(folder, "gloo", "--env", "dual+gloo"), whole, 1)
+    alike(run(folder, "gloo", "--env", "dual+gloo"), whole, 1)

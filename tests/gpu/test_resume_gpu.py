@@ -5,16 +5,13 @@ pytest tests/gpu     (a prepared corpus in corpora/mine)
 
 from __future__ import annotations
 
-import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gpu.runs import ROOT, train, without_its_end
+
 SAVED, LAST = 40, 60
 
 pytestmark = [
@@ -25,18 +22,10 @@ pytestmark = [
 
 
 def losses(folder: Path, name: str, *words: str) -> dict[int, float]:
-    """Run `launch.py` with these words; loss of each step that it trained."""
-    numbers = (f"trainer.max_steps={LAST}", f"trainer.val_check_interval={LAST}", "trainer.limit_val_batches=1")
-    saves = (f"log.ckpt.every_n_train_steps={SAVED}", "log.ckpt.keep_last=3", "trainer.log_every_n_steps=1")
-    corpus = (f"data.paths={ROOT / 'corpora/mine'}", f"data.index_mapping_dir={folder / 'index'}")
-    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_single", "--name", name]
-    done = subprocess.run(
-        [*command, *numbers, *saves, *corpus, *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "captured one micro batch" in done.stdout + done.stderr
-    rows = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return {row["step"]: row["loss"] for row in map(json.loads, rows) if "loss" in row}
+    """Loss of each step that the run trained."""
+    rows, printed = train(folder, name, "--recipe", "qwen25_500m_single", *words, saved=SAVED, last=LAST)
+    assert "captured one micro batch" in printed
+    return {step: row["loss"] for step, row in rows.items()}
 
 
 def test_resume_with_the_levers_on(tmp_path: Path) -> None:
@@ -45,9 +34,7 @@ def test_resume_with_the_levers_on(tmp_path: Path) -> None:
     Later steps amplify what atomics in the backward pass round differently, as two whole runs do.
     """
     whole = losses(tmp_path, "whole")
-    shutil.copytree(tmp_path / "runs/whole", tmp_path / "runs/resumed")
-    shutil.rmtree(tmp_path / f"runs/resumed/checkpoints/step-{LAST}")
-    (tmp_path / "runs/resumed/metrics.jsonl").unlink()
+    without_its_end(tmp_path, "whole", "resumed", LAST)
     resumed = losses(tmp_path, "resumed", "--resume")
     assert min(resumed) == SAVED + 1
     again = losses(tmp_path, "again")

@@ -120,6 +120,10 @@ def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     again = dataclasses.replace(spec, resume=True)
     monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(cards[:1], cards[:1]))
     assert fit.fit(again, run, here=True).overrides == fitted.overrides
+    more = dataclasses.replace(again, overrides=("trainer.devices=6",))  # 126 / 6 = 21 = 7 x 3
+    assert fit.fit(more, run, here=True).overrides == ("trainer.devices=6", *fitted.overrides)
+    more = dataclasses.replace(again, overrides=("trainer.devices=9",))  # 14 a replica, which 3 does not divide
+    assert fit.fit(more, run, here=True).overrides[-1] == "data.micro_batch_size=2"
 
 
 def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
