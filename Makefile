@@ -38,20 +38,22 @@ $(REPORT): $(STAMP)
 	$(LAUNCH) passport demo-replay
 	$(LAUNCH) report demo-replay --against demo-no-replay
 
+LIGHT := tests/bench tests/common tests/data tests/report tests/launcher/preflight tests/launcher/test_cluster_file.py tests/launcher/test_resume.py tests/recipes/test_memory.py tests/recipes/test_plan.py tests/recipes/test_schedules.py tests/training/distributed/test_rank_env.py
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest $(LIGHT)
 
-# tests/cluster mostly waits for daemons: it runs beside the rest, and says its part afterwards. PARALLEL computes, and
-# goes with the rest, so that both sides take as long
-PARALLEL := tests/cluster/test_parallel.py
+# DAEMONS mostly waits: it runs beside the rest, and says its part afterwards. PARALLEL computes, and goes with the rest,
+# so that both sides take as long
+DAEMONS := tests/launcher/executors tests/doctor tests/training/distributed
+PARALLEL := tests/training/distributed/test_parallel.py
 test: check
 	@$(LAUNCH) data sample > /dev/null
-	@$(BIN)/pytest tests/cluster --ignore=$(PARALLEL) > $(VENV)/cluster.log 2>&1 & \
-	$(BIN)/pytest --ignore=tests/unit --ignore=tests/cluster; rest=$$?; \
+	@$(BIN)/pytest $(DAEMONS) --ignore=$(PARALLEL) --ignore=tests/training/distributed/test_rank_env.py > $(VENV)/cluster.log 2>&1 & \
+	$(BIN)/pytest $(foreach part,$(LIGHT) $(DAEMONS),--ignore=$(part)); rest=$$?; \
 	$(BIN)/pytest $(PARALLEL); parallel=$$?; \
 	wait $$!; cluster=$$?; cat $(VENV)/cluster.log; exit $$((rest | parallel | cluster))
 

@@ -41,8 +41,8 @@ def train(
     """Train a recipe (the default command: the word `train` can be left out)."""
     from dataclasses import replace
 
-    from runtime.execute import launch
-    from runtime.spec import RunSpec
+    from common.spec import RunSpec
+    from launcher.launch import launch
 
     flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
     words = [f"{path}={number}" for path, number in flags if number is not None] + (overrides or [])
@@ -77,8 +77,8 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
 ) -> None:
     """Tokenise text into train, validation and test .bin/.idx."""
-    from data.prepare import PrepareRequest
-    from data.prepare import prepare as write
+    from data.prepare.prepare import prepare as write
+    from data.prepare.request import PrepareRequest
 
     write(
         PrepareRequest(
@@ -100,7 +100,7 @@ def prepare(
 
 
 def _shares(text: str) -> tuple[float, float, float]:
-    from runtime.errors import UserError
+    from common.errors import UserError
 
     try:
         train, validation, test = (float(word) for word in text.split(","))
@@ -128,7 +128,7 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
 @convert.command(name="import")
 def import_(source: str, output: Path) -> None:
     """A Qwen2/Qwen2.5 model (HF folder or hub id) as a NeMo checkpoint."""
-    from ops.convert import import_hf
+    from convert.convert import import_hf
 
     _console()
     print(import_hf(source, output))
@@ -141,7 +141,7 @@ def export(
     like: Annotated[Optional[Path], typer.Option(help="Take config and tokenizer from this HF model.")] = None,
 ) -> None:
     """A checkpoint as a Hugging Face folder, compared with the checkpoint."""
-    from ops.export import export as write
+    from convert.export_run import export as write
 
     _console()
     raise typer.Exit(0 if write(source, output, like).ok else 1)
@@ -152,7 +152,7 @@ def verify(
     left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
 ) -> None:
     """Compare two models (HF or NeMo) parameter by parameter and logit by logit; exit 1 if they differ."""
-    from ops.convert_verify import verify as compare
+    from convert.verify import verify as compare
 
     _console()
     raise typer.Exit(0 if compare(left, right, num_tokens=tokens).ok else 1)
@@ -164,7 +164,7 @@ def report(
     against: Annotated[Optional[list[str]], typer.Option(help="Another run to draw beside it.")] = None,
 ) -> None:
     """Write runs/NAME/report.html: what was learned, what was forgotten."""
-    from ops.report import report as write
+    from report.report import report as write
 
     print(write(run, against or ()))
 
@@ -177,7 +177,7 @@ def passport(
     """Check a run against its own records, and write passport.json."""
     from rich.console import Console
 
-    from ops.passport import passport as check
+    from report.passport import passport as check
 
     found = check(run)
     found.save()
@@ -195,7 +195,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Check this machine, and find the way its ranks can talk to each other (under a minute)."""
-    from ops.doctor import doctor as check
+    from doctor.doctor import doctor as check
 
     raise typer.Exit(check(devices, write, every=every, as_json=json))
 
@@ -211,7 +211,7 @@ def env_(
 
     from rich.console import Console
 
-    from runtime import env_show
+    from common.environment import show as env_show
 
     if export:
         print(env_show.export(name or "base", os.environ))
@@ -226,13 +226,13 @@ def generate(
     tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 40,
 ) -> None:
     """Continue a prompt with an exported model, in plain transformers."""
-    from ops.export import generate as write
+    from convert.export_run import generate as write
 
     print(write(model, prompt, tokens))
 
 
 def _console() -> None:
-    from runtime import logs
+    from common import logs
 
     logs.console()
 
@@ -243,7 +243,7 @@ def _run(argv: list[str]) -> int:
     Returns:
         the exit code.
     """
-    from runtime.errors import EXIT_INTERRUPTED, ProjectError
+    from common.errors import EXIT_INTERRUPTED, ProjectError
 
     if argv and argv[0].startswith("-") and argv[0] not in ("--help", "-h"):
         argv = ["train", *argv]

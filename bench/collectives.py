@@ -10,7 +10,8 @@ import json
 import os
 import sys
 
-from ops import ladder, machine_facts
+from common import machine_facts
+from doctor import ladder
 
 SIZES_GPU, SIZES_CPU = "1,4,16,64,256,1024", "1,4,16,64"
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data.prepare import PrepareRequest, prepare
+from data.prepare.prepare import PrepareRequest, prepare
 from data.sample import byte_level_bpe
 
 VOCAB_SIZE = 32_000

@@ -64,8 +64,8 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
     """Environment, plan and recipe as `launch.py` would resolve them, with a clock in place of checkpoints."""
+    from common.environment import merge as env
     from recipes import overrides, registry
-    from runtime import env
 
     recipe = registry.resolve(args.recipe)
     plan = overrides.early(recipe.plan, args.overrides)
@@ -74,7 +74,8 @@ def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
     import nemo_run as run
 
     from bench.clock import Clock
-    from recipes import collectives, machine
+    from recipes.build import adapt as machine
+    from recipes.build import collectives
 
     partial = recipe()
     for line in [*machine.adapt(partial, speed=not args.plain), *collectives.adapt(partial, os.environ)]:

@@ -2,7 +2,7 @@
 
 A blend names prepared folders as `new` (to be learned) or `replay` (not to be forgotten). `resolve` turns it
 into weights, planned tokens and epochs. Every sample has seq_length tokens, so shares of tokens are shares of
-samples; how Megatron-Core walks through them is `data.planned.planned_samples`. No torch.
+samples; how Megatron-Core walks through them is `data.blend_math.planned_samples`. No torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from common.errors import UserError
+from data.blend_math import ResolvedBlend, ResolvedDomain, Role, apportion, planned_samples
 from data.indexed import check_prefix
 from data.manifest import SPLITS, Manifest, load_manifest
-from data.planned import ResolvedBlend, ResolvedDomain, Role, apportion, planned_samples
-from runtime.errors import UserError
 
 __all__ = ["Blend", "Domain", "ResolvedBlend", "ResolvedDomain", "load", "parse", "planned_samples", "resolve"]
 

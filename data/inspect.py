@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from data.indexed import HEADER, check_prefix, read_index
 from data.manifest import FILE_NAME, SPLITS, Manifest, load_manifest
 from data.tokenizer import eod_id, load_tokenizer, vocab_size
-from runtime.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np

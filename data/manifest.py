@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import UserError
+from common.errors import UserError
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"

@@ -17,9 +17,9 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
+from common.errors import UserError
 from data.blend import chosen
 from data.manifest import SPLITS, load_manifest
-from runtime.errors import UserError
 
 
 class WholeMaskGPTDataset(GPTDataset):
@@ -29,7 +29,7 @@ class WholeMaskGPTDataset(GPTDataset):
     loss mask in place (so the hole stays for all later samples) and rewrites the tokens to id 0. With
     Qwen's tokenizers pad is the end-of-document token. Prepared corpora hold no padding, so no id is
     one: -1. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test:
-    tests/train/test_truth.py, which fails on the stock class.
+    tests/training/test_gates.py, which fails on the stock class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from data.console import tell
 from data.manifest import FILE_NAME, Manifest, load_manifest
-from data.prepare import PrepareRequest, prepare
-from runtime.errors import UserError
+from data.prepare.prepare import PrepareRequest, prepare
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

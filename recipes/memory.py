@@ -13,8 +13,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from common.errors import UserError, unknown
 from recipes.plan import Plan
-from runtime.errors import UserError, unknown
 
 GIB = 2**30
 # activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
@@ -69,8 +69,8 @@ def estimate(plan: Plan, path: Path = "fast") -> Estimate:
     """Peak memory of a bf16 run.
 
     Args:
-        plan: resolved; with `path` sdpa the distributed optimizer is off in any case (recipes/machine.py).
-        path: fast is Transformer Engine with the levers of recipes/speed.py, plain without them, sdpa the levers
+        plan: resolved; with `path` sdpa the distributed optimizer is off in any case (recipes/build/adapt.py).
+        path: fast is Transformer Engine with the levers of recipes/build/levers.py, plain without them, sdpa the levers
             without TE.
     """
     stages = [_stage(plan, path, stage) for stage in range(plan.pipeline_parallel)]

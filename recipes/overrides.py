@@ -12,8 +12,8 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from recipes.plan import Plan
-from runtime.errors import UserError
 
 if TYPE_CHECKING:
     import nemo_run as run

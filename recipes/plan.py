@@ -2,7 +2,7 @@
 
 A recipe is a `Plan` (this file, pure Python) and a function that turns it into a NeMo-Run
 `run.Partial`. Preflight reads the plan in milliseconds; the Partial is built from the same plan,
-so the two cannot disagree (tests/config compares them for every recipe).
+so the two cannot disagree (tests/recipes compares them for every recipe).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError, unknown
 from recipes.schedules import Schedule, build
-from runtime.errors import UserError, unknown
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -121,7 +121,7 @@ def profile(name: str) -> Profile:
 
 
 def parameters(name: str, max_steps: int) -> dict[str, Any]:
-    """The schedule slot (`recipes.lr.StepSchedule`) of a run of `max_steps` steps, as keyword arguments."""
+    """The schedule slot (`recipes.build.lr_slot.StepSchedule`) of a run of `max_steps` steps, as keyword arguments."""
     chosen = profile(name)
     if max_steps < LEAST_STEPS:
         raise UserError(
@@ -158,7 +158,7 @@ def with_profile(recipe: run.Partial, name: str, max_steps: int) -> run.Partial:
     """
     import nemo_run
 
-    from recipes.lr import StepSchedule
+    from recipes.build.lr_slot import StepSchedule
 
     recipe.optim.config.lr = profile(name).max_lr
     for key, value in ADAM.items():

@@ -62,7 +62,7 @@ TINY = Shape(
 )
 def qwen25_tiny(plan: Plan) -> run.Partial:
     """A 1.3M-parameter Qwen2.5 on the CPU: the whole path, from scratch, in about a minute."""
-    from recipes.assemble import on_cpu, pretrain
+    from recipes.build.assemble import on_cpu, pretrain
 
     return on_cpu(pretrain(plan))
 
@@ -94,7 +94,7 @@ def qwen25_tiny(plan: Plan) -> run.Partial:
 )
 def qwen25_tiny_cpt(plan: Plan) -> run.Partial:
     """Continue the tiny model on code, with prose replayed, on the CPU."""
-    from recipes.assemble import on_cpu, pretrain
+    from recipes.build.assemble import on_cpu, pretrain
 
     return on_cpu(pretrain(plan))
 
@@ -118,7 +118,7 @@ def qwen25_tiny_cpt(plan: Plan) -> run.Partial:
 )
 def qwen25_500m_single(plan: Plan) -> run.Partial:
     """The reduced model (306M, untied) on one GPU, sequence 2048, global batch 4."""
-    from recipes.assemble import pretrain
+    from recipes.build.assemble import pretrain
 
     return pretrain(plan)
 
@@ -143,7 +143,7 @@ _FULL = {
 @recipe(env="official", micro_batch_size=2, global_batch_size=128, **_FULL)
 def qwen25_500m(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B at full size, tied embeddings (494M), on one GPU."""
-    from recipes.assemble import pretrain
+    from recipes.build.assemble import pretrain
 
     return pretrain(plan)
 
@@ -172,7 +172,7 @@ def qwen25_500m(plan: Plan) -> run.Partial:
 )
 def qwen25_500m_cpt(plan: Plan) -> run.Partial:
     """Continue Qwen2.5-0.5B on your text, with replay: full model, one GPU, profile gentle."""
-    from recipes.assemble import pretrain
+    from recipes.build.assemble import pretrain
 
     return profiles.with_profile(pretrain(plan), "gentle", plan.max_steps)
 
@@ -181,7 +181,7 @@ def qwen25_500m_cpt(plan: Plan) -> run.Partial:
 @recipe(env="dual", devices=2, memory_profile="balanced", micro_batch_size=17, global_batch_size=136, **_FULL)
 def qwen25_500m_dual(plan: Plan) -> run.Partial:
     """Qwen2.5-0.5B at full size (494M, tied) on two GPUs, data parallel: about 65% of each card."""
-    from recipes.assemble import many_gpus, pretrain
+    from recipes.build.assemble import many_gpus, pretrain
 
     return many_gpus(pretrain(plan))
 
@@ -189,7 +189,7 @@ def qwen25_500m_dual(plan: Plan) -> run.Partial:
 @recipe(env="dual", devices=2, memory_profile="conservative", micro_batch_size=12, global_batch_size=72, **_FULL)
 def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
     """The same with about 48% of each card: room for another program beside it."""
-    from recipes.assemble import many_gpus, pretrain
+    from recipes.build.assemble import many_gpus, pretrain
 
     return many_gpus(pretrain(plan))
 
@@ -197,7 +197,7 @@ def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
 @recipe(env="dual", devices=2, memory_profile="aggressive", micro_batch_size=25, global_batch_size=250, **_FULL)
 def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
     """The same with about 90% of each card: nothing else may run there."""
-    from recipes.assemble import many_gpus, pretrain
+    from recipes.build.assemble import many_gpus, pretrain
 
     return many_gpus(pretrain(plan))
 
@@ -219,6 +219,6 @@ def qwen25_500m_multinode(plan: Plan) -> run.Partial:
 
     At 0.5B plain data parallelism is faster wherever it fits; this is the shape that larger models need.
     """
-    from recipes.assemble import many_gpus, pretrain
+    from recipes.build.assemble import many_gpus, pretrain
 
     return many_gpus(pretrain(plan))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from common.errors import UserError, unknown
 from recipes.plan import Recipe
-from runtime.errors import UserError, unknown
 
 RECIPES: dict[str, tuple[str, str]] = {
     "qwen25_tiny": ("recipes.qwen25:qwen25_tiny", "1.3M, tied, CPU, from scratch in about a minute"),

@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("vocab", [151_936, 4_096, 32_003])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_cross_entropy_kernel(vocab: int, dtype: torch.dtype) -> None:
-    from runtime.fast.lm_head import cross_entropy_
+    from training.fast.lm_head import cross_entropy_
 
     logits = (3 * torch.randn(512, vocab, device="cuda")).to(dtype)
     labels = torch.randint(vocab, (512,), device="cuda")
@@ -36,7 +36,7 @@ def test_cross_entropy_kernel(vocab: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("groups", "heads"), [(12, 12), (2, 12), (2, 14)])
 def test_split_and_rotate_kernel(groups: int, heads: int) -> None:
     """The GPU's kernel against the CPU's definition, forward and backward, odd numbers of heads too."""
-    from runtime.fast.qkv import SplitAndRotate
+    from training.fast.qkv import SplitAndRotate
 
     mixed = torch.randn(256, 3, groups, (heads // groups + 2) * 64)
     angles = 100 * torch.rand(256, 32)
@@ -52,7 +52,7 @@ def test_split_and_rotate_kernel(groups: int, heads: int) -> None:
 
 
 def test_weight_gradient_into_fp32() -> None:
-    from runtime.fast.wgrad import accumulate
+    from training.fast.wgrad import accumulate
 
     inputs, grad = (torch.randn(4096, n, device="cuda", dtype=torch.bfloat16) for n in (768, 2048))
     main_grad = torch.zeros(2048, 768, device="cuda")

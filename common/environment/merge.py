@@ -1,0 +1,211 @@
+"""Merge environment sets: base < machine or way < tier < the user's own environment, before torch is imported.
+
+`--env dual+prod` names layers joined by `+`; a layer with a slash or the ending .env is a file, such as
+`doctor --write` makes. What the shell already sets wins, and is named. docs/03-environment.md has the verdicts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.environment import vccl
+from common.environment.sets import BACKEND, BASE, ONLY_IF, SETS, TIERS, TIMEOUT, VERBATIM, Table
+from common.errors import UserError, unknown
+
+if TYPE_CHECKING:
+    from recipes.plan import Plan
+
+_PRELOADS = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+_LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable: its value, who set it (a layer's name, or `user`) and why.
+
+    Args:
+        only_if: the parallelism it needs to be of use, where that is not known yet (no plan given).
+    """
+
+    key: str
+    value: str
+    source: str
+    reason: str
+    only_if: str = ""
+
+
+def layers(name: str) -> list[tuple[str, Table]]:
+    """The layers of `dual+prod`, in the order in which they apply: sets as written, then the tier.
+
+    Raises:
+        UserError: an unknown layer, two tiers, or a file that cannot be read.
+    """
+    words = [word.strip() for word in name.split("+")]
+    tiers = [word for word in words if word in TIERS]
+    if len(tiers) > 1:
+        raise UserError(
+            f"two tiers in {name!r}",
+            expected="one of " + ", ".join(TIERS),
+            found=" and ".join(tiers),
+            do=f"--env {name.replace('+' + tiers[-1], '', 1)}",
+        )
+    others = [(word, SETS[word] if word in SETS else _file(word)) for word in words if word not in (*TIERS, "base")]
+    return [("base", BASE), *others, *((tier, TIERS[tier]) for tier in tiers)]
+
+
+def _file(word: str) -> Table:
+    """A layer from a file of `export KEY=value  # reason` lines; nothing in it is executed."""
+    if "/" not in word and not word.endswith(".env"):
+        also = ", or a FILE.env; joined as in dual+prod"
+        raise unknown("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
+    try:
+        lines = Path(word).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(
+            f"cannot read the environment file {word}",
+            expected="a file that `python launch.py doctor --write FILE` makes",
+            found=str(problem),
+            do="python launch.py doctor --write " + word,
+        ) from None
+    table: Table = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            key, value, reason = _read(line.strip(), f"{word}:{number}")
+            table[key] = (value, reason or f"from {word}")
+    return table
+
+
+def _read(line: str, where: str) -> tuple[str, str, str]:
+    """KEY, value and the comment of one shell assignment of a plain value."""
+    code, _, reason = line.partition(" #")
+    match = _LINE.fullmatch(code.strip())
+    try:
+        lexer = shlex.shlex(match["value"] if match else "", posix=True, punctuation_chars=True)
+        lexer.whitespace_split, lexer.commenters = True, ""
+        words = list(lexer)  # `b;id` is three words, and none of them is run
+    except ValueError:
+        match = None
+    if not match or len(words) > 1 or re.search(r"[$`]", match["value"]):
+        raise UserError(
+            f"cannot read line {where}",
+            expected="export KEY=value, the value plain or quoted (no $, no command)",
+            found=repr(line),
+            do="correct the line",
+        )
+    return match["key"], "".join(words), reason.strip()
+
+
+def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> list[Setting]:
+    """What set `name` comes to in `environ` for `plan`, which is not needed to list it.
+
+    Raises:
+        UserError: no such set, values that exclude each other, or no usable VCCL library.
+    """
+    merged: dict[str, Setting] = {}
+    for source, table in layers(name):
+        for key, (value, reason) in table.items():
+            condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
+            if condition and plan is not None and not _holds(condition, plan, environ):
+                continue
+            if plan is not None and source in SETS and source not in VERBATIM:
+                value = _shown(key, value, plan)
+            merged[key] = Setting(key, value, source, reason, condition if plan is None else "")
+    settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
+    _check({**environ, **{s.key: s.value for s in settings if not s.only_if}})
+    if any(source in ("vccl", "vccl-ft") for source, _ in layers(name)):
+        settings += [Setting(*row) for row in vccl.settings(environ)]
+    return settings
+
+
+def apply(name: str, environ: MutableMapping[str, str], plan: Plan | None = None) -> list[Setting]:
+    """Put set `name` into `environ`; keys that are there already stay as they are.
+
+    Without a plan a key that needs a certain parallelism is left out. Raises as `resolve` does.
+    """
+    settings = [setting for setting in resolve(name, environ, plan) if not setting.only_if]
+    environ.update({setting.key: setting.value for setting in settings})
+    return settings
+
+
+def _holds(condition: str, plan: Plan, environ: Mapping[str, str]) -> bool:
+    ranks = plan.devices * plan.num_nodes
+    return {
+        "one rank, and no OMP_WAIT_POLICY of yours": ranks == 1 and "OMP_WAIT_POLICY" not in environ,
+        "several ranks": ranks > 1,
+        "DP > 1": plan.data_parallel > 1,
+        "TP > 1 or CP > 1": plan.tensor_parallel > 1 or plan.context_parallel > 1,
+    }[condition]
+
+
+def _shown(key: str, value: str, plan: Plan) -> str:
+    """The value; more GPUs where the plan has more ranks than the set shows."""
+    if key == "CUDA_VISIBLE_DEVICES" and plan.accelerator == "gpu" and len(value.split(",")) < plan.devices:
+        return ",".join(map(str, range(plan.devices)))
+    return value
+
+
+def _check(values: Mapping[str, str]) -> None:
+    """Values that only fail hours later, or silently."""
+    timeout = values.get(TIMEOUT, "600")
+    if not re.fullmatch(r"\d{1,6}", timeout) or int(timeout) < 1:
+        raise UserError(
+            f"{TIMEOUT} is not a time", expected="whole seconds, 1 or more", found=repr(timeout), do=f"{TIMEOUT}=600"
+        )
+    if values.get(BACKEND, "nccl") not in ("nccl", "gloo"):
+        raise UserError(
+            f"{BACKEND} is no backend", expected="nccl or gloo", found=repr(values[BACKEND]), do=f"unset {BACKEND}"
+        )
+    if values.get("NCCL_ENABLE_FAULT_TOLERANCE") == "1":
+        if values.get("NCCL_PASS_SM") == "1":
+            raise UserError(
+                "VCCL's two modes exclude each other",
+                expected="NCCL_PASS_SM=1 (--env vccl) or NCCL_ENABLE_FAULT_TOLERANCE=1 (--env vccl-ft)",
+                found="both are 1",
+                do="choose one, and take the other out of your environment",
+            )
+        if not values.get("NCCL_IB_HCA"):
+            raise UserError(
+                "VCCL's fault tolerance needs the NICs by name",
+                expected="NCCL_IB_HCA=mlx5_0:1,mlx5_1:1,... (your cluster's; see `ibstat`)",
+                found="NCCL_IB_HCA is not set",
+                do="export NCCL_IB_HCA=..., or NCCL_ENABLE_FAULT_TOLERANCE=0",
+            )
+
+
+def timeout_s(environ: Mapping[str, str]) -> int:
+    """Seconds that a collective waits for a lost rank."""
+    return int(environ.get(TIMEOUT, BASE[TIMEOUT][0]))
+
+
+def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]) -> None:
+    """Start this command again if a library must be loaded before all others.
+
+    The dynamic linker reads LD_PRELOAD and LD_LIBRARY_PATH only when a process starts. The new process has the
+    environment that this one started with, and those two. Does not return if it restarts.
+
+    Args:
+        before: the environment as it was before `apply`.
+    """
+    wanted = {s.key: s.value for s in settings if s.key in _PRELOADS}
+    if all(before.get(key) == value for key, value in wanted.items()):
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**before, **wanted})
+
+
+def export_lines(settings: Sequence[Setting]) -> list[str]:
+    """Shell lines for any other program, safely quoted; what depends on the parallelism is commented out."""
+    return [
+        ("# " if s.only_if else "")
+        + f"export {s.key}={shlex.quote(s.value)}  # {s.source}: {s.reason}"
+        + (f" (only with {s.only_if})" if s.only_if else "")
+        for s in settings
+    ]

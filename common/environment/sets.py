@@ -1,0 +1,164 @@
+"""The environment sets: what each sets, and why. Plain tables; common/environment/merge.py merges them.
+
+BASE is under every set. SETS are for machines and ways to communicate, TIERS for the care a run needs.
+ONLY_IF names the parallelism that a key needs to be of use. NOT_SET has the verdict on variables that
+circulate in guides and that no set here sets.
+"""
+
+from __future__ import annotations
+
+Table = dict[str, tuple[str, str]]
+
+TIMEOUT = "CPT_PROCESS_GROUP_TIMEOUT_S"
+BACKEND = "CPT_PROCESS_GROUP_BACKEND"
+
+BASE: Table = {
+    TIMEOUT: ("600", "s a collective waits for a lost rank before the run ends with its name; torch's own for NCCL"),
+    "WANDB_MODE": ("disabled", "this project logs to files and TensorBoard; nothing may stop for a login"),
+}
+
+_ALLOCATOR: Table = {
+    "PYTORCH_CUDA_ALLOC_CONF": ("expandable_segments:True", "less fragmentation, fewer out-of-memory errors"),
+}
+_ONE_GPU: Table = {
+    "CUDA_VISIBLE_DEVICES": ("0", "the first GPU, or one a rank; set it yourself to take another"),
+    **_ALLOCATOR,
+}
+_THREADS: Table = {
+    "OMP_NUM_THREADS": ("4", "torchrun's own 1 starves host work; every core in every rank oversubscribes"),
+}
+_CONNECTIONS = ("1", "launches a layer's communication before the GEMM it overlaps with (TP, CP)")
+_MARGIN = ("16", "leaves 16 SMs to the gradient reduction that overlaps the backward pass (DP)")
+
+SETS: dict[str, Table] = {
+    "official": {
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": ("1", "lower peak memory of collectives; torch's default since 2.8"),
+        "NCCL_NVLS_ENABLE": ("0", "no NVLink SHARP buffers; no effect with one rank"),
+        "NVTE_DP_AMAX_REDUCE_INTERVAL": ("0", "FP8 only, unused since Transformer Engine 2.0; kept as documented"),
+        "NVTE_ASYNC_AMAX_REDUCTION": ("1", "FP8 only, unused since Transformer Engine 2.0; kept as documented"),
+        "CUDA_VISIBLE_DEVICES": _ONE_GPU["CUDA_VISIBLE_DEVICES"],
+        "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "orders kernels for tensor parallelism; on one GPU it can cost speed"),
+        "PYTORCH_CUDA_ALLOC_CONF": _ONE_GPU["PYTORCH_CUDA_ALLOC_CONF"],
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": ("16", "leaves 16 SMs to communication; on one GPU it can cost speed"),
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": ("16", "leaves 16 SMs to communication; on one GPU it can cost speed"),
+    },
+    "lean": dict(_ONE_GPU),
+    "cpu": {
+        "CUDA_VISIBLE_DEVICES": ("", "this recipe runs on the CPU, also where there is a GPU"),
+        "TORCHDYNAMO_DISABLE": ("1", "a cold torch.compile cache costs 30 s and needs a C++ compiler"),
+        "GOMP_SPINCOUNT": ("3000", "threads wait awake a moment: asleep, a step on two cores takes 1.2 times as long"),
+        "OMP_WAIT_POLICY": ("PASSIVE", "ranks that share cores: waiting awake makes them 2 to 5 times slower"),
+    },
+    "dual": {
+        "CUDA_VISIBLE_DEVICES": ("0,1", "the first two GPUs, or one a rank; set it yourself to take others"),
+        **_ALLOCATOR,
+        **_THREADS,
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": ("1", "lower peak memory of collectives; torch's default since 2.8"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": _CONNECTIONS,
+    },
+    "multinode-ib": {
+        **_ALLOCATOR,
+        **_THREADS,
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": ("1", "lower peak memory of collectives; torch's default since 2.8"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": _CONNECTIONS,
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": _MARGIN,
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": _MARGIN,
+        "NCCL_NVLS_ENABLE": ("0", "frees the memory of NVLink SHARP buffers; over InfiniBand the wire is the limit"),
+        "NCCL_IB_TIMEOUT": ("22", "17 s a retry instead of 4: a flapping link stalls the run instead of ending it"),
+        "NCCL_IB_QPS_PER_CONNECTION": ("2", "two queue pairs spread one ring over the paths of a routed fabric"),
+        "NCCL_PXN_DISABLE": ("0", "PXN on (NCCL's default): a GPU may use its neighbour's nearer NIC over NVLink"),
+    },
+    "gloo": {
+        BACKEND: ("gloo", "the recipe's process group on TCP: no NCCL, no distributed optimizer; a diagnostic"),
+    },
+    "nccl-no-shm": {
+        "NCCL_SHM_DISABLE": ("1", "NCCL without /dev/shm: ranks without a direct path go through the network stack"),
+    },
+    "vccl": {
+        "NCCL_PASS_SM": ("1", "transfers without GPU kernels: what VCCL is for; pays with pipelines across nodes"),
+        "NCCL_PSM_FORCE_ZEROCOPY": ("1", "no staging copies; VCCL asks for it beside NCCL_PASS_SM"),
+        "NCCL_PXN_DISABLE": ("1", "VCCL's SM-free mode does not go through a neighbour's NIC"),
+        "NCCL_CUMEM_ENABLE": ("1", "cuMem buffers, which zero-copy registers"),
+        "NCCL_ENABLE_FAULT_TOLERANCE": ("0", "VCCL has none in SM-free mode; --env vccl-ft has it without that mode"),
+        "NCCL_TELEMETRY_ENABLE": ("0", "VCCL's flow telemetry does not see SM-free transfers"),
+    },
+    "vccl-ft": {
+        "NCCL_PASS_SM": ("0", "fault tolerance and SM-free transfers exclude each other"),
+        "NCCL_CUMEM_ENABLE": ("1", "as in VCCL's own examples; NCCL 2.24 and newer decides this by itself"),
+        "NCCL_ENABLE_FAULT_TOLERANCE": ("1", "a failed NIC's traffic moves to another; needs your NCCL_IB_HCA"),
+        "NCCL_RETRY_COUNT": ("7", "attempts on a NIC before its traffic moves"),
+        "NCCL_TIMEOUT": ("18", "as the InfiniBand exponent: 1.1 s an attempt"),
+        "NCCL_TELEMETRY_ENABLE": ("1", "flow telemetry, the three variables together or none"),
+        "TELEMETRY_WINDOWSIZE": ("100", "transfers averaged in one line"),
+        "NCCL_TELEMETRY_LOG_PATH": ("/tmp/vccl_telemetry", "a folder on each node"),
+    },
+}
+
+TIERS: dict[str, Table] = {
+    "dev": {
+        "NCCL_DEBUG": ("INFO", "every transport and interface that NCCL chooses, in the log"),
+        "NCCL_DEBUG_SUBSYS": ("INIT,ENV,NET", "not every collective: that would be gigabytes"),
+        "TORCH_DISTRIBUTED_DEBUG": ("INFO", "torch says what it sets up; DETAIL would synchronise each collective"),
+        "TORCH_CPP_LOG_LEVEL": ("INFO", "torch's C++ side, where process groups are made"),
+        TIMEOUT: ("120", "s; a broken set-up is told in two minutes"),
+    },
+    "staging": {
+        "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": ("2000", "torch's flight recorder: the last 2000 collectives of each rank"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "the flight recorder is written when a collective times out"),
+        TIMEOUT: ("300", "s; a hang ends the rehearsal soon"),
+    },
+    "prod": {
+        "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": ("2000", "torch's flight recorder: the last 2000 collectives of each rank"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "the flight recorder is written when a collective times out"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
+            "3",
+            "torch's default, pinned: a rank that hangs ends; a retry can start",
+        ),
+        TIMEOUT: ("1800", "s; room for slow shared storage while rank 0 builds an index or a checkpoint is read"),
+    },
+}
+
+# A key is of use only with this parallelism; `official` sets all it documents, whatever the run.
+ONLY_IF: dict[str, str] = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "TP > 1 or CP > 1",
+    "NVTE_FWD_LAYERNORM_SM_MARGIN": "DP > 1",
+    "NVTE_BWD_LAYERNORM_SM_MARGIN": "DP > 1",
+    "GOMP_SPINCOUNT": "one rank, and no OMP_WAIT_POLICY of yours",
+    "OMP_WAIT_POLICY": "several ranks",
+}
+VERBATIM = frozenset({"official"})
+
+NOT_SET: dict[str, str] = {
+    "USE_LIBUV": "0 cures torch builds without libuv (Windows); on Linux it only takes the slower store",
+    "TORCHELASTIC_USE_AGENT_STORE": "torchrun sets it in its ranks; True by hand leaves rank 0 waiting for a store",
+    "MASTER_ADDR": "the executor sets it; by hand only for ranks that you start yourself",
+    "MASTER_PORT": "the executor finds a free one; a fixed one can be taken",
+    "WORLD_SIZE": "the executor sets it; left over in a shell it makes one process wait for others",
+    "RANK": "the executor sets it, as LOCAL_RANK",
+    "LOCAL_RANK": "the executor sets it, as RANK",
+    "NCCL_P2P_DISABLE": "1 is a rung of `doctor`: staging through host memory costs most of the bandwidth",
+    "NCCL_IB_DISABLE": "1 forces TCP: a diagnostic; without InfiniBand NCCL takes TCP by itself",
+    "NCCL_IB_HCA": "your cluster's NICs (`ibstat`); needed by vccl-ft and where a NIC must be left out",
+    "NCCL_IB_GID_INDEX": "RoCE before NCCL 2.21: 3 on most; since then NCCL finds it",
+    "NCCL_IB_TC": "RoCE traffic class, from your network's administrator",
+    "NCCL_IB_SL": "InfiniBand service level, from your network's administrator",
+    "NCCL_IB_RETRY_CNT": "7 is the default and the maximum",
+    "NCCL_NET_GDR_LEVEL": "NCCL reads the PCIe topology; set it only after measuring",
+    "NCCL_CROSS_NIC": "NCCL decides by the fabric; set it only after measuring",
+    "NCCL_SOCKET_IFNAME": "your network's interface, where NCCL takes a wrong one (docker0, a VPN)",
+    "GLOO_SOCKET_IFNAME": "your network's interface, where the host name leads to a wrong one; lo on one machine",
+    "NCCL_ALGO": "NCCL's own choice is made by size and topology; a forced one is wrong for most sizes",
+    "NCCL_PROTO": "as NCCL_ALGO; forcing LL128 where the hardware lacks it corrupts data",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes every wait block the CPU: slower; the timeout works without it",
+    "NCCL_GRAPH_REGISTER": "NCCL's default serves: the graphs of this project hold no communicator",
+    "TRANSFORMERS_OFFLINE": "1 blocks the first download of a base model; set it after that",
+    "HF_HUB_OFFLINE": "as TRANSFORMERS_OFFLINE",
+    "OMPI_COMM_WORLD_RANK": "mpirun's rank; --executor mpirun maps it",
+    "NCCL_PSM_BUFFER_SIZE": "VCCL's automatic size",
+    "NCCL_PSM_P2P_NCHANNELS": "VCCL's automatic number",
+    "LD_PRELOAD": "the vccl sets put their library here, before yours",
+    "LD_LIBRARY_PATH": "the vccl sets put their folder here, before yours",
+    "VCCL_LIBRARY": "where your VCCL is: the .so or its folder; the vccl sets look here first",
+}

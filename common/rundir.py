@@ -1,0 +1,185 @@
+"""runs/NAME: the one place that knows where a run keeps what.
+
+written before the run: spec.json config.yaml env.json command.txt version.txt data.json base.json blend.json
+during: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/; after: export.json report.html
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from common.environment.merge import Setting
+from common.errors import UserError
+from common.spec import RunSpec
+
+RUNS = Path("runs")
+UNFINISHED = "-unfinished"  # NeMo's marker file beside a checkpoint that is being written
+
+
+class RunDir:
+    """Paths of one run, and what the launcher writes there."""
+
+    def __init__(self, name: str, root: Path = RUNS) -> None:
+        self.name, self.path = name, root / name
+        self.spec_file = self.path / "spec.json"
+        self.config = self.path / "config.yaml"
+        self.env = self.path / "env.json"
+        self.command = self.path / "command.txt"
+        self.version = self.path / "version.txt"
+        self.data = self.path / "data.json"
+        self.base = self.path / "base.json"
+        self.gates = self.path / "gates.json"
+        self.step0 = self.path / "step0.json"
+        self.export = self.path / "export.json"
+        self.blend = self.path / "blend.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.logs = self.path / "logs"
+        self.tensorboard = self.path / "tb"
+        self.checkpoints = self.path / "checkpoints"
+
+    @classmethod
+    def of_nemo_logs(cls, folder: Path) -> RunDir:
+        """The run that NeMo's log folder `runs/NAME/logs/attempt-N/nemo` belongs to."""
+        return cls(folder.parents[2].name, folder.parents[3])
+
+    @property
+    def attempts(self) -> list[Path]:
+        return sorted(self.logs.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+
+    def attempt(self, number: int) -> Path:
+        """The log folder of the attempt with this number, from 1."""
+        return self.logs / f"attempt-{number}"
+
+    @property
+    def next_attempt(self) -> Path:
+        return self.attempt(len(self.attempts) + 1)
+
+    def spec(self) -> RunSpec:
+        """What the launcher was asked for.
+
+        Raises:
+            UserError: the run was never written.
+        """
+        if not self.spec_file.is_file():
+            raise UserError(
+                f"no run is written in {self.path}",
+                expected=str(self.spec_file),
+                found="no such file",
+                do="python launch.py --recipe NAME --executor mpirun --dryrun writes it, and prints what to start",
+            )
+        return RunSpec.from_json(self.spec_file.read_text())
+
+    @property
+    def used(self) -> bool:
+        """Something was trained here (a dry run leaves no attempt)."""
+        return bool(self.attempts) or self.checkpoints.exists()
+
+    def whole_checkpoints(self) -> list[Path]:
+        """Checkpoints that were written to the end, oldest first."""
+        found = [
+            folder
+            for folder in self.checkpoints.glob("step-*")
+            # in this order: `set_aside_unfinished` on another rank renames the folder before its marker goes
+            if not _marker(folder).exists() and (folder / "weights" / "metadata.json").is_file()
+        ]
+        return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
+
+    def set_aside_unfinished(self) -> list[Path]:
+        """Rename checkpoints whose writing was cut off, so that they stand in nobody's way and nothing is lost.
+
+        Returns:
+            the new folders, checkpoints/unfinished-step-N-after-attempt-K.
+        """
+        whole, moved = set(self.whole_checkpoints()), []
+        for folder in sorted(self.checkpoints.glob("step-*")):
+            if not folder.is_dir() or folder in whole:
+                continue
+            target = folder.with_name(f"unfinished-{folder.name}-after-attempt-{len(self.attempts)}")
+            folder.rename(target)
+            _marker(folder).unlink(missing_ok=True)
+            moved.append(target)
+        for marker in self.checkpoints.glob(f"step-*{UNFINISHED}"):
+            marker.unlink()
+        return moved
+
+    def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
+        """Everything needed to know, and repeat, what was run."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.spec_file.write_text(spec.to_json())
+        self.config.write_text(config)
+        self.env.write_text(json.dumps([asdict(s) for s in settings], indent=1) + "\n")
+        self.command.write_text(shlex.join(argv) + "\n")
+        self.version.write_text(code_version() + "\n")
+
+
+def _marker(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + UNFINISHED)
+
+
+def code_version() -> str:
+    """The git commit of this checkout, `+changes` if edited, or `unknown` outside git."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
+    """The run directory that `spec` means.
+
+    Raises:
+        UserError: a name that is a path, an explicit name in use, or --resume where nothing can be resumed.
+    """
+    name = spec.name or spec.recipe
+    if Path(name).name != name or name in (".", "..") or not name.strip():
+        raise UserError(
+            f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
+        )
+    taken = [root / name] if spec.name else _numbered(name, root)
+    if spec.resume:
+        return _resumable(RunDir(taken[-1].name if taken else name, root))
+    run = RunDir(name, root)
+    if run.used and spec.name:
+        raise UserError(
+            f"{run.path} holds a run already",
+            expected="a name that is not in use",
+            found=f"{len(run.attempts)} attempt(s), {len(run.whole_checkpoints())} checkpoint(s)",
+            do="--name ANOTHER for a new run, or "
+            + (
+                f"--resume --name {name} to go on"
+                if run.whole_checkpoints()
+                else f"delete {run.path}: it has no checkpoint"
+            ),
+        )
+    count = 1
+    while run.used:
+        count += 1
+        run = RunDir(f"{name}-{count}", root)
+    return run
+
+
+def _numbered(name: str, root: Path) -> list[Path]:
+    found = [p for p in root.glob(f"{name}*") if p.name == name or p.name[len(name) + 1 :].isdigit()]
+    return sorted(
+        (p for p in found if RunDir(p.name, root).used),
+        key=lambda p: max((a.stat().st_mtime for a in RunDir(p.name, root).attempts), default=0.0),
+    )
+
+
+def _resumable(run: RunDir) -> RunDir:
+    if not run.whole_checkpoints():
+        raise UserError(
+            f"nothing to resume in {run.path}",
+            expected=f"a whole checkpoint under {run.checkpoints}",
+            found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
+            do="name another run with --name, or start a new one without --resume",
+        )
+    return run

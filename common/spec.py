@@ -1,0 +1,51 @@
+"""What the user asked for on the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One call of `python launch.py --recipe ...`, as runs/NAME/spec.json keeps it for the ranks.
+
+    Args:
+        recipe: a name in recipes/registry.py.
+        executor: where it runs (launcher/executors); None lets the launcher choose by the number of ranks.
+        cluster: a cluster file (launcher/cluster_file.py), for the executors that need one.
+        env: an environment set of common/environment/merge.py; None takes the recipe's.
+        name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
+        resume: go on from the newest whole checkpoint of that run.
+        dryrun: resolve, check, write and print, but do not train.
+        overrides: NeMo-Run `path=value` words, applied in order.
+        attempt: which attempt at this run it is, from 1; set by the launcher.
+    """
+
+    recipe: str
+    executor: str | None = None
+    cluster: str | None = None
+    env: str | None = None
+    name: str | None = None
+    resume: bool = False
+    dryrun: bool = False
+    overrides: tuple[str, ...] = ()
+    attempt: int = 1
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSpec:
+        row = json.loads(text)
+        return cls(**{**row, "overrides": tuple(row["overrides"])})
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to go on after a stop."""
+        words = ["python", "launch.py", "--recipe", self.recipe]
+        options = (("--executor", self.executor), ("--cluster", self.cluster), ("--env", self.env))
+        words += [word for option, value in options if value for word in (option, value)]
+        return shlex.join([*words, "--name", self.name or self.recipe, "--resume", *self.overrides])

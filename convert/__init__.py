@@ -1,0 +1,1 @@
+"""Hugging Face <-> NeMo checkpoints, with proof that both hold the same model."""

@@ -1,0 +1,233 @@
+"""An HF folder: what it is, its tensors one by one, what is copied beside them, and how one is written."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from convert.config import architecture, check_supported, read_json
+from convert.map import hf_shapes
+
+CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_IGNORED = ".rotary_emb.inv_freq"  # a constant that transformers before 4.32 saved with the weights
+
+
+class HFFolder:
+    """A Qwen2 model as transformers saves it. Opening it checks names, shapes and dtypes; weights are read on demand.
+
+    Raises:
+        UserError: not a Qwen2 model that Megatron can hold, or a folder that is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = read_json(path / CONFIG)
+        check_supported(self.config, path)
+        self.arch = architecture(self.config)
+        self.where = _weight_files(path)
+        shapes, self.dtypes = self._headers()
+        self.stored_head = "lm_head.weight" in shapes
+        _check_tensors(self, shapes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarsest dtype of the stored weights."""
+        return torch.bfloat16 if torch.bfloat16 in self.dtypes.values() else torch.float32
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stat().st_size for file in set(self.where.values()))
+
+    @cached_property
+    def _open(self) -> dict[Path, Any]:
+        from safetensors import safe_open
+
+        return {file: safe_open(file, framework="pt") for file in set(self.where.values())}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._open[self.where[name]].get_tensor(name)  # type: ignore[no-any-return]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor) in the order of `hf_shapes`."""
+        return ((name, self.tensor(name)) for name in hf_shapes(self.arch))
+
+    def _headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        shapes, dtypes = {}, {}
+        for name, file in self.where.items():
+            try:
+                part = self._open[file].get_slice(name)
+            except Exception as error:  # safetensors has its own error type for a truncated file or a missing name
+                raise _broken(file, f"{name}: {error}") from None
+            if part.get_dtype() not in DTYPES:
+                raise UserError(
+                    f"{self.path}: {name} is stored as {part.get_dtype()}",
+                    expected="weights in fp32 or bf16",
+                    found=part.get_dtype(),
+                    do="take the unquantised model (Qwen2.5-0.5B, not -GPTQ, -AWQ or -GGUF), or save it again in bf16",
+                )
+            shapes[name], dtypes[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
+        return shapes, dtypes
+
+
+def resolve(source: str) -> Path:
+    """The local folder of `source`: a path, or a hub id (downloaded to the HF cache, or found there).
+
+    Raises:
+        UserError: no such folder, or a hub id that can be neither reached nor found in the cache.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise UserError(
+            f"no HF model at {source}",
+            expected="a folder with config.json and safetensors, or a hub id such as Qwen/Qwen2.5-0.5B",
+            found="no such folder",
+            do="correct the path",
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.json", "*.txt", "*.jinja", "*.safetensors"]))
+    except Exception as error:  # connection, authentication, missing repository: the hub has a class for each
+        raise UserError(
+            f"hub model {source!r} cannot be fetched",
+            expected="a model in the HF cache, or a machine that reaches huggingface.co",
+            found=f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}",
+            do=f"on a machine with network: huggingface-cli download {source} --local-dir base; then give the path",
+        ) from None
+
+
+def _weight_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file, without opening any tensor."""
+    from safetensors import safe_open
+
+    if (path / INDEX).is_file():
+        where = {name: path / file for name, file in read_json(path / INDEX)["weight_map"].items()}
+    elif (path / "model.safetensors").is_file():
+        try:
+            with safe_open(path / "model.safetensors", framework="pt") as file:
+                where = dict.fromkeys(file.keys(), path / "model.safetensors")
+        except Exception as error:  # safetensors' own error type
+            raise _broken(path / "model.safetensors", str(error)) from None
+    else:
+        pickled = [file.name for file in path.glob("*.bin")]
+        raise UserError(
+            f"{path} has no weights",
+            expected=f"model.safetensors, or {INDEX} with its files",
+            found=f"only {', '.join(pickled)} (pickle)" if pickled else "neither",
+            do="AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2) writes safetensors"
+            if pickled
+            else "download the *.safetensors files too",
+        )
+    for file in sorted(set(where.values())):
+        if not file.is_file():
+            raise _broken(file, "no such file")
+    return {name: file for name, file in where.items() if not name.endswith(_IGNORED)}
+
+
+def _broken(file: Path, found: str) -> UserError:
+    return UserError(
+        f"{file} cannot be read", expected="a whole safetensors file", found=found, do="download or copy it again"
+    )
+
+
+def _check_tensors(folder: HFFolder, found: dict[str, tuple[int, ...]]) -> None:
+    """Every tensor of the architecture, no other, each of its shape; a tied model may repeat its head."""
+    wanted = hf_shapes(folder.arch)
+    if folder.arch.tied and folder.stored_head:
+        found = {name: shape for name, shape in found.items() if name != "lm_head.weight"}
+        if not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
+            raise _wrong(folder.path, "tie_word_embeddings is true but lm_head.weight is not the embedding")
+    faults = [f"missing {name}" for name in wanted if name not in found]
+    faults += [f"unknown {name}" for name in found if name not in wanted]
+    faults += [
+        f"{name} is {list(found[name])}, not {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and found[name] != shape
+    ]
+    if faults:
+        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+        raise _wrong(folder.path, "; ".join(faults[:4]) + more)
+
+
+def _wrong(path: Path, found: str) -> UserError:
+    return UserError(
+        f"{path}: the weights are not what config.json describes",
+        expected="one tensor for each name of transformers' Qwen2ForCausalLM, of the config's shape",
+        found=found,
+        do="check that config.json and the safetensors belong together",
+    )
+
+
+def assets(path: Path) -> list[Path]:
+    """config.json, generation_config.json and the tokenizer's files, where they are.
+
+    Raises:
+        UserError: no tokenizer.
+    """
+    found = [path / name for name in (CONFIG, GENERATION, *TOKENIZER_FILES) if (path / name).is_file()]
+    if not any(file.name == "tokenizer.json" for file in found):
+        raise UserError(
+            f"{path} has no tokenizer",
+            expected="tokenizer.json and tokenizer_config.json beside the weights",
+            found=", ".join(file.name for file in found) or "nothing",
+            do="copy the tokenizer's files of the same model into the folder",
+        )
+    return found
+
+
+def copy_assets(source: Path, target: Path) -> None:
+    """Byte by byte: whatever a tokenizer or generation config says stays said."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in assets(source):
+        shutil.copyfile(file, target / file.name)
+
+
+@contextlib.contextmanager
+def tokenizer_alone(source: Path) -> Iterator[Path]:
+    """A temporary folder `tokenizer` with the tokenizer's files and no others."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "tokenizer"
+        folder.mkdir()
+        for file in assets(source):
+            if file.name in TOKENIZER_FILES:
+                shutil.copyfile(file, folder / file.name)
+        yield folder
+
+
+def fingerprint(path: Path) -> str:
+    """SHA-256 (hex) over the names and bytes of config, tokenizer and weight files."""
+    total = hashlib.sha256()
+    for file in sorted([*assets(path), *path.glob("*.safetensors")]):
+        total.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as handle:
+            while block := handle.read(1 << 22):
+                total.update(block)
+    return total.hexdigest()
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """safetensors in files of at most 5 GB, with an index where there are several."""
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, folder)

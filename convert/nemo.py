@@ -1,0 +1,224 @@
+"""A NeMo checkpoint folder, read and written on the CPU: no trainer, no process group, no optimizer state touched.
+
+    weights/   torch_dist: one file set of plain torch.distributed.checkpoint, plus metadata.json and common.pt
+    context/   model.yaml (the model's configuration), io.json (NeMo's own), tokenizer/
+    hf/        imported checkpoints: config.json, generation_config.json and tokenizer of the HF source, unchanged
+    import.json  imported checkpoints: where from, fingerprint, size of every file
+
+Layout as written by nemo_toolkit 2.3 with megatron-core 0.12 and 0.13.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import UserError
+from common.rundir import UNFINISHED
+from convert.map import Architecture, Row, megatron_shapes, rows, to_hf
+
+PREFIX, HF = "module.", "hf"
+# Modules that TE gives an FP8 state; Megatron's loader wants its key on a GPU even where there is no such state.
+_FINAL_STATE = "decoder.final_layernorm._extra_state/shard_0_1"
+_STATEFUL = (  # in every layer
+    "self_attention.linear_qkv",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+class NeMoCheckpoint:
+    """An imported or trained checkpoint. Opening it checks names and shapes; tensors are read on demand.
+
+    Raises:
+        UserError: not a checkpoint, one that was not written to the end, or another model than its model.yaml says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.weights = path, path / "weights"
+        _check_whole(path)
+        self.model = _model_yaml(path)
+        self.arch = architecture(self.model)
+        self._stored = self._metadata()
+        self._check_tensors()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The coarsest dtype of the stored weights."""
+        found = {self._stored[PREFIX + row.megatron].properties.dtype for row in rows(self.arch)}
+        return torch.bfloat16 if torch.bfloat16 in found else torch.float32
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer it was imported or trained with."""
+        return self.path / "context" / "tokenizer"
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One Megatron tensor, all layers stacked, in its stored dtype."""
+        import torch.distributed.checkpoint as dcp
+
+        meta = self._stored[PREFIX + name]
+        target = {PREFIX + name: torch.empty(meta.size, dtype=meta.properties.dtype)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "torch.distributed is unavailable": that is the point
+            dcp.load(target, checkpoint_id=self.weights, no_dist=True)
+        return target[PREFIX + name]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) in the order of `hf_shapes`."""
+        return to_hf(self.arch, self.tensor)
+
+    def _metadata(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        try:
+            return dict(FileSystemReader(self.weights).read_metadata().state_dict_metadata)
+        except Exception as error:  # a truncated pickle raises anything
+            raise _damaged(self.path, f"weights/.metadata: {type(error).__name__}: {error}") from None
+
+    def _check_tensors(self) -> None:
+        """Every tensor of the architecture and no other, of its shape; vocabulary rows may be padded."""
+        wanted = {PREFIX + name: shape for name, shape in megatron_shapes(self.arch).items()}
+        ours = [name for name in self._stored if name.startswith(PREFIX) and "_extra_state" not in name]
+        faults = [f"missing {name}" for name in wanted if name not in self._stored]
+        faults += [f"unknown {name}" for name in ours if name not in wanted]
+        for row in rows(self.arch):
+            name = PREFIX + row.megatron
+            if name in self._stored and not _fits(row, tuple(self._stored[name].size), wanted[name]):
+                faults.append(f"{name} is {list(self._stored[name].size)}, not {list(wanted[name])}")
+        if faults:
+            raise UserError(
+                f"{self.path}: the weights are not what context/model.yaml describes",
+                expected=f"the {len(wanted)} tensors of a {'tied' if self.arch.tied else 'untied'} Qwen2 model",
+                found="; ".join(faults[:4]) + (f" and {len(faults) - 4} more" if len(faults) > 4 else ""),
+                do="convert a checkpoint of a Qwen2.5 recipe; LoRA, MoE and other families are not covered",
+            )
+
+
+def is_checkpoint(path: Path) -> bool:
+    """It looks like a NeMo checkpoint, whole or not."""
+    return (path / "weights").is_dir() or (path / "context").is_dir()
+
+
+def architecture(model: dict[str, Any]) -> Architecture:
+    """The sizes in context/model.yaml's `config`."""
+    heads = int(model["num_attention_heads"])
+    return Architecture(
+        num_layers=int(model["num_layers"]),
+        hidden_size=int(model["hidden_size"]),
+        ffn_hidden_size=int(model["ffn_hidden_size"]),
+        num_heads=heads,
+        num_groups=int(model["num_query_groups"] or heads),
+        head_dim=int(model["kv_channels"] or model["hidden_size"] // heads),
+        vocab_size=int(model["vocab_size"]),
+        tied=bool(model["share_embeddings_and_output_weights"]),
+        norm_eps=float(model["layernorm_epsilon"]),
+        rope_theta=float(model["rotary_base"]),
+    )
+
+
+def _fits(row: Row, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    if row.kind == "vocab":
+        return found[0] >= wanted[0] and found[1:] == wanted[1:]
+    return found == wanted
+
+
+def _check_whole(path: Path) -> None:
+    marker = path.with_name(path.name + UNFINISHED)
+    if marker.exists():
+        raise _damaged(path, f"{marker.name} beside it: the save was interrupted")
+    for name in ("weights/metadata.json", "weights/.metadata", "context/model.yaml"):
+        if not (path / name).is_file():
+            raise _damaged(path, "no such folder" if not path.exists() else f"no {name}")
+
+
+def _damaged(path: Path, found: str) -> UserError:
+    return UserError(
+        f"{path} is not a whole NeMo checkpoint",
+        expected="a folder with weights/ and context/ (runs/NAME/checkpoints/step-N, or what `convert import` wrote)",
+        found=found,
+        do="name another checkpoint: ls runs/NAME/checkpoints",
+    )
+
+
+def _model_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        return dict(yaml.safe_load((path / "context" / "model.yaml").read_text())["config"])
+    except (yaml.YAMLError, TypeError, KeyError) as error:
+        raise _damaged(path, f"context/model.yaml: {type(error).__name__}: {error}") from None
+
+
+def write_weights(folder: Path, num_layers: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """`weights/` of a checkpoint, as Megatron's torch_dist format has it, with empty FP8 states for TE.
+
+    Holds the whole model in memory once. Training reads it under any parallel layout.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    state: dict[str, Any] = {PREFIX + name: tensor for name, tensor in tensors}
+    state[PREFIX + _FINAL_STATE] = [None]
+    for module in _STATEFUL:
+        for layer in range(num_layers):
+            state[f"{PREFIX}decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"] = [None]
+    folder.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), planner=planner, no_dist=True)
+    torch.save({}, folder / "common.pt")
+    versions = {"sharded_backend": "torch_dist", "common_backend": "torch"}
+    versions |= {"sharded_backend_version": 1, "common_backend_version": 1}  # type: ignore[dict-item]
+    (folder / "metadata.json").write_text(json.dumps(versions))
+
+
+def nemo_config(arch: Architecture, seq_length: int, dtype: torch.dtype, init_std: float = 0.02) -> Any:
+    """NeMo's Qwen2Config of this architecture. Its own default unties the embeddings: set here.
+
+    Args:
+        seq_length: the longest sequence the model was made for, in tokens.
+        init_std: standard deviation of a fresh weight.
+    """
+    from nemo.collections.llm.gpt.model.qwen2 import Qwen2Config
+
+    return Qwen2Config(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        ffn_hidden_size=arch.ffn_hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_groups,
+        kv_channels=arch.head_dim,
+        vocab_size=arch.vocab_size,
+        share_embeddings_and_output_weights=arch.tied,
+        layernorm_epsilon=arch.norm_eps,
+        rotary_base=arch.rope_theta,
+        seq_length=seq_length,
+        init_method_std=init_std,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+    )
+
+
+def write_context(folder: Path, config: Any, tokenizer: Path) -> None:
+    """`context/` as NeMo's own checkpoints have it: what AutoResume and nemo's loaders read.
+
+    Args:
+        tokenizer: a folder of that name that holds nothing else; NeMo copies all of it.
+    """
+    from nemo import lightning as nl
+    from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+    from nemo.collections.llm.gpt.model.qwen2 import Qwen2Model
+    from nemo.lightning.io.pl import TrainerContext
+
+    model = Qwen2Model(config, tokenizer=AutoTokenizer(str(tokenizer), use_fast=True))
+    trainer = nl.Trainer(accelerator="cpu", devices=1, strategy=nl.MegatronStrategy(), logger=False)
+    folder.mkdir(parents=True)
+    TrainerContext(model=model, trainer=trainer, extra={}).io_dump(folder, yaml_attrs=["model"])

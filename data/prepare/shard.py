@@ -1,0 +1,200 @@
+"""One shard of work: read documents, choose their split, encode, append EOD, leave piece files behind.
+
+For shard 7 the folder then holds, for each split, `000007.train.bin` (ids with EOD, in the final dtype) and
+`000007.train.docs` (one record a document), and at last `000007.json`, whose presence means that the shard is
+done. A killed worker leaves `.tmp` files, which the next run overwrites.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from data.manifest import SPLITS
+from data.prepare.encode import EncodeCounts, Encoder, EncoderSpec
+from data.prepare.readers import read_piece
+from data.prepare.record_errors import BadRecordError
+from data.prepare.sources import Shard, Source
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+DOC_RECORD = [("tokens", "<i4"), ("bytes", "<i8"), ("high", "<u8"), ("low", "<u8")]
+BATCH_CHARACTERS = 1 << 24
+COMPRESSION_GUESS = 3
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """All that a worker needs beside the shard itself.
+
+    Args:
+        work: folder of the piece files.
+        encoder: how to encode.
+        dtype: "uint16" or "int32".
+        eod_id: appended to each document.
+        seed: key of the split hash.
+        shares: share of each split, in the order of `SPLITS`.
+        field, txt_unit, on_error: as in `PrepareRequest`.
+    """
+
+    work: Path
+    encoder: EncoderSpec
+    dtype: str
+    eod_id: int
+    seed: int
+    shares: tuple[float, ...]
+    field: str
+    txt_unit: str
+    on_error: str
+
+
+@dataclass
+class ShardReport:
+    """Counts of one shard; `documents` by split."""
+
+    documents: dict[str, int]
+    lines_skipped: int
+    empty_documents: int
+    encoding: EncodeCounts
+
+    @staticmethod
+    def load(path: Path) -> ShardReport:
+        """Read a finished shard's report."""
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return ShardReport(**{**raw, "encoding": EncodeCounts(**raw["encoding"])})
+
+
+def marker(work: Path, index: int) -> Path:
+    """The file that says shard `index` is done."""
+    return work / f"{index:06d}.json"
+
+
+def piece_path(work: Path, index: int, split: str, kind: str) -> Path:
+    """Path of a piece file; kind is "bin" or "docs"."""
+    return work / f"{index:06d}.{split}.{kind}"
+
+
+def run_shard(index: int, shard: Shard, spec: ShardSpec, encoder: Encoder, tick: Callable[[int], None]) -> None:
+    """Encode one shard and leave its files; `tick` is told the input bytes done.
+
+    Raises:
+        UserError: a file or, under `on_error="stop"`, a record that cannot be used.
+        OSError: the disk is full, a file cannot be read.
+    """
+    encoder.counts = EncodeCounts()
+    report = ShardReport(dict.fromkeys(SPLITS, 0), 0, 0, encoder.counts)
+    left = sum(piece.bytes for piece in shard)
+    kinds = [(split, kind) for split in SPLITS for kind in ("bin", "docs")]
+    with ExitStack() as stack:
+        files = {key: stack.enter_context(_temporary(piece_path(spec.work, index, *key)).open("wb")) for key in kinds}
+        for source, texts in _batches(shard, spec, report):
+            size = _write_batch(texts, spec, encoder, files, report)
+            done = min(left, size // (COMPRESSION_GUESS if source.compression else 1))
+            left -= done
+            tick(done)
+    for key in kinds:
+        path = piece_path(spec.work, index, *key)
+        _temporary(path).replace(path)
+    part = _temporary(marker(spec.work, index))
+    part.write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
+    part.replace(marker(spec.work, index))
+    tick(left)
+
+
+def choose_split(digests: npt.NDArray[np.uint64], shares: tuple[float, ...]) -> npt.NDArray[np.int64]:
+    """Split number of each document from the first 64 bits of its hash: uint64[n] -> int64[n].
+
+    It depends on the text and the seed alone, so a document stays where it is when data is added.
+    """
+    import numpy as np
+
+    total = sum(shares)
+    bounds = [min(int(sum(shares[: number + 1]) / total * 2**64), 2**64 - 1) for number in range(len(shares) - 1)]
+    return np.searchsorted(np.array(bounds, dtype=np.uint64), digests, side="right").astype(np.int64)
+
+
+def append_eod(ids: Any, lengths: Any, eod_id: int, dtype: str) -> Any:
+    """Put the EOD id after each document: ids[n], int64[d] -> dtype[n + d]."""
+    import numpy as np
+
+    ends = np.cumsum(lengths + 1) - 1
+    body = np.ones(len(ids) + len(lengths), dtype=bool)
+    body[ends] = False
+    out = np.empty(len(body), dtype=dtype)
+    out[body] = ids
+    out[ends] = eod_id
+    return out
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
+def _batches(shard: Shard, spec: ShardSpec, report: ShardReport) -> Iterator[tuple[Source, list[str]]]:
+    """Non-empty documents in order, in batches of bounded size, with the source that filled the batch."""
+    texts: list[str] = []
+    characters = 0
+    source = shard[0].source
+    for source, record in _records(shard, spec):
+        if isinstance(record, BadRecordError):
+            if spec.on_error == "stop":
+                raise record
+            report.lines_skipped += 1
+        elif not record or record.isspace():
+            report.empty_documents += 1
+        else:
+            texts.append(record)
+            characters += len(record)
+            if characters >= BATCH_CHARACTERS:
+                yield source, texts
+                texts, characters = [], 0
+    if texts:
+        yield source, texts
+
+
+def _records(shard: Shard, spec: ShardSpec) -> Iterator[tuple[Source, str | BadRecordError]]:
+    for piece in shard:
+        for record in read_piece(piece, spec.field, spec.txt_unit):
+            yield piece.source, record
+
+
+def _write_batch(
+    texts: list[str],
+    spec: ShardSpec,
+    encoder: Encoder,
+    files: Mapping[tuple[str, str], BinaryIO],
+    report: ShardReport,
+) -> int:
+    """Encode one batch and append it to the piece files; returns its UTF-8 bytes."""
+    import numpy as np
+
+    raw = [text.encode("utf-8") for text in texts]
+    key = str(spec.seed).encode()
+    joined = b"".join([hashlib.blake2b(text, digest_size=16, key=key).digest() for text in raw])
+    digests = np.frombuffer(joined, dtype="<u8").reshape(-1, 2)
+    splits = choose_split(digests[:, 0], spec.shares)
+    # sorted by split, each split is one slice of the batch
+    order = np.argsort(splits, kind="stable")
+    raw = [raw[number] for number in order]
+    ids, lengths = encoder.encode([texts[number] for number in order], raw)
+    flat = append_eod(ids, lengths, spec.eod_id, spec.dtype)
+    docs = np.empty(len(texts), dtype=DOC_RECORD)
+    docs["tokens"], docs["bytes"] = lengths + 1, [len(text) for text in raw]
+    docs["high"], docs["low"] = digests[order].T
+    first_doc = first_id = 0
+    for number, split in enumerate(SPLITS):
+        last_doc = first_doc + int(np.count_nonzero(splits == number))
+        last_id = first_id + int(docs["tokens"][first_doc:last_doc].sum())
+        files[split, "bin"].write(flat[first_id:last_id].tobytes())
+        files[split, "docs"].write(docs[first_doc:last_doc].tobytes())
+        report.documents[split] += last_doc - first_doc
+        first_doc, first_id = last_doc, last_id
+    return int(docs["bytes"].sum())

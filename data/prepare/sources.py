@@ -1,0 +1,202 @@
+"""Which files a corpus is made of, and how they are cut into shards of work.
+
+A shard is a list of pieces; a piece is a range of one file that begins and ends between two documents.
+The cut depends on the files and on `shard_bytes` only, never on the number of workers, so that a run can be
+continued on another machine and gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import UserError
+
+FORMATS = {
+    ".txt": "txt",
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".ndjson": "jsonl",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+TXT_UNITS = ("file", "line", "paragraph")
+BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
+SUPPORTED = ".txt .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file.
+
+    Args:
+        path: absolute path.
+        format: "txt", "jsonl", "csv" or "parquet".
+        compression: "gzip", "zstd" or None.
+        bytes: size on the disk.
+        mtime_ns: time of the last change, in nanoseconds.
+    """
+
+    path: str
+    format: str
+    compression: str | None
+    bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of one source: bytes of a plain file (end exclusive), row groups of a parquet file.
+
+    Args:
+        source: the file.
+        start: first byte or row group.
+        end: one past the last; -1 means to the end of the file.
+        bytes: share of the source's size, for progress.
+    """
+
+    source: Source
+    start: int
+    end: int
+    bytes: int
+
+
+Shard = tuple[Piece, ...]
+
+
+def classify(path: str) -> tuple[str, str | None] | None:
+    """Format and compression by the extensions of a file name; None when it is not a corpus file."""
+    name = Path(path.lower())
+    compression = COMPRESSIONS.get(name.suffix)
+    kind = FORMATS.get(name.with_suffix("").suffix if compression else name.suffix)
+    if kind is None or (kind == "parquet" and compression is not None):
+        return None
+    return kind, compression
+
+
+def find_sources(inputs: Iterable[str], exclude: Path) -> list[Source]:
+    """Resolve files, globs and folders (recursive, hidden names left out) to sources.
+
+    Inputs keep their order, the files of one input are sorted by path, and a file named twice counts once.
+    `exclude` is the output folder, which may lie inside an input folder.
+
+    Raises:
+        UserError: an input that matches nothing, or a file of an unknown kind named outright.
+    """
+    found: dict[str, Source] = {}
+    for text in inputs:
+        matches = [path for path in _expand(text) if not path.is_relative_to(exclude.resolve())]
+        if not matches:
+            raise _no_match(text)
+        for path in matches:
+            kind = classify(path.name)
+            if kind is None:
+                raise _unknown_kind(str(path))
+            facts = path.stat()
+            found[str(path)] = Source(str(path), *kind, facts.st_size, facts.st_mtime_ns)
+    return list(found.values())
+
+
+def plan_shards(sources: list[Source], txt_unit: str, shard_bytes: int) -> list[Shard]:
+    """Cut the sources, in order, into shards of about `shard_bytes` input bytes each."""
+    shards: list[Shard] = []
+    current: list[Piece] = []
+    size = 0
+    for source in sources:
+        for piece in _pieces(source, txt_unit, shard_bytes):
+            current.append(piece)
+            size += piece.bytes
+            if size >= shard_bytes:
+                shards.append(tuple(current))
+                current, size = [], 0
+    return [*shards, tuple(current)] if current else shards
+
+
+def _expand(text: str) -> list[Path]:
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return [match.resolve() for match in sorted(_walk(path)) if classify(match.name)]
+    if path.is_file():
+        return [path.resolve()]
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
+    return [match.resolve() for match in matches if match.is_file()]
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(root, name) for name in names if not name.startswith("."))
+
+
+def _pieces(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
+    if source.bytes == 0:
+        return
+    if source.format == "parquet":
+        yield from _row_groups(source, shard_bytes)
+        return
+    whole = source.compression or source.format == "csv" or (source.format, txt_unit) == ("txt", "file")
+    if whole or source.bytes <= shard_bytes:
+        yield Piece(source, 0, -1, source.bytes)
+        return
+    paragraph = (source.format, txt_unit) == ("txt", "paragraph")
+    start = 0
+    while start < source.bytes:
+        end = _boundary(source, start + shard_bytes, paragraph)
+        yield Piece(source, start, end, end - start)
+        start = end
+
+
+def _boundary(source: Source, offset: int, paragraph: bool) -> int:
+    """The first byte at or after `offset` at which a document may begin."""
+    if offset >= source.bytes:
+        return source.bytes
+    with Path(source.path).open("rb") as file:
+        file.seek(offset)
+        if not paragraph:
+            file.readline()
+            return min(file.tell(), source.bytes)
+        window = b""
+        while block := file.read(1 << 20):
+            window += block
+            if match := BLANK_LINE.search(window):
+                return min(offset + match.end(), source.bytes)
+    return source.bytes
+
+
+def _row_groups(source: Source, shard_bytes: int) -> Iterator[Piece]:
+    """Runs of row groups whose compressed size reaches `shard_bytes` (text inside is larger)."""
+    from data.prepare.readers import open_parquet
+
+    metadata = open_parquet(source.path).metadata
+    groups = metadata.num_row_groups
+    share = max(1, source.bytes // max(groups, 1))
+    start = size = 0
+    for group in range(groups):
+        size += share
+        if size >= shard_bytes or group == groups - 1:
+            yield Piece(source, start, group + 1, size)
+            start, size = group + 1, 0
+
+
+def _no_match(text: str) -> UserError:
+    is_dir = Path(text).expanduser().is_dir()
+    return UserError(
+        f"no input file matches {text!r}",
+        expected=f"a file, glob or folder with {SUPPORTED}",
+        found="a folder without any such file" if is_dir else "nothing",
+        do="check the path (quote a glob so that the shell leaves it alone)",
+    )
+
+
+def _unknown_kind(path: str) -> UserError:
+    return UserError(
+        f"{path}: unknown kind of file",
+        expected=SUPPORTED,
+        found=f"extension {''.join(Path(path).suffixes[-2:]) or 'none'}",
+        do="convert the file, rename it if only the extension is wrong, or give a narrower glob",
+    )

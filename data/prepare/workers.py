@@ -1,0 +1,113 @@
+"""Shards over processes: started with spawn, gone when the parent is gone, and never a silent wait.
+
+With one worker, or one shard left, everything runs in this process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from data.prepare.encode import Encoder
+from data.prepare.merge import file_sha256
+from data.prepare.shard import ShardSpec, run_shard
+from data.prepare.sources import Shard, Source
+
+_worker: dict[str, Any] = {}
+
+
+def run_shards(
+    todo: dict[int, Shard], sources: list[Source], spec: ShardSpec, workers: int, tick: Callable[[int], None]
+) -> list[str]:
+    """Do the shards of `todo`; returns the SHA-256 of each source, taken meanwhile by a thread.
+
+    Args:
+        tick: called in this process with input bytes done since the last call.
+
+    Raises:
+        UserError: from a shard, or when a worker was killed from outside.
+        OSError: the disk is full, a file cannot be read.
+    """
+    # one process is one core: the oracle must not start a thread per core in each of them
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with ThreadPoolExecutor(1) as hasher:
+        hashes = [hasher.submit(file_sha256, Path(source.path)) for source in sources]
+        try:
+            if min(workers, len(todo)) > 1:
+                _pool(todo, spec, min(workers, len(todo)), tick)
+            elif todo:
+                encoder = Encoder(spec.encoder)
+                for index, shard in todo.items():
+                    run_shard(index, shard, spec, encoder, tick)
+            return [result.result() for result in hashes]
+        except BaseException:
+            hasher.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _pool(todo: dict[int, Shard], spec: ShardSpec, workers: int, tick: Callable[[int], None]) -> None:
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(spec, counter, os.getpid()))
+    try:
+        _drain({pool.submit(_run, index, shard) for index, shard in todo.items()}, counter, tick)
+        pool.shutdown()
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise _killed(workers) from None
+        raise
+
+
+def _drain(waiting: set[Future[None]], counter: Any, tick: Callable[[int], None]) -> None:
+    seen = 0
+    while waiting:
+        finished, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
+        now = counter.value
+        tick(now - seen)
+        seen = now
+        for future in finished:
+            future.result()
+
+
+def _start(spec: ShardSpec, counter: Any, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    _worker.update(spec=spec, counter=counter, encoder=Encoder(spec.encoder))
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when the parent is gone; a pool's worker would wait for work for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _run(index: int, shard: Shard) -> None:
+    run_shard(index, shard, _worker["spec"], _worker["encoder"], _count)
+
+
+def _count(size: int) -> None:
+    with _worker["counter"].get_lock():
+        _worker["counter"].value += size
+
+
+def _killed(workers: int) -> UserError:
+    return UserError(
+        "a worker process was killed",
+        expected=f"{workers} workers that run to their end",
+        found="one ended without a word, as the kernel's out-of-memory killer does it",
+        do="run the same command again with fewer --workers: it continues where it stopped",
+    )

@@ -1,0 +1,1 @@
+"""From the command line to started ranks: checks, the run directory, executors."""

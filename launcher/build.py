@@ -1,0 +1,107 @@
+"""From a RunSpec to the Partial that trains: the same words give the same recipe in the launcher and in every rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common import logs
+from common.errors import ProjectError
+from common.rundir import RunDir
+from common.spec import RunSpec
+from data.blend import chosen
+from data.manifest import FILE_NAME
+from launcher import resume
+from recipes import overrides, registry
+from recipes.plan import Plan
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+log = logging.getLogger("launch")
+
+
+@dataclass(frozen=True)
+class Built:
+    """A resolved recipe: the Partial, the plan it comes to, and what was changed on the way, for the log."""
+
+    partial: run.Partial
+    plan: Plan
+    lines: tuple[str, ...]
+
+
+def build(spec: RunSpec, folder: RunDir, *, here: bool) -> Built:
+    """The recipe with this machine's changes (if it trains `here`), the overrides and the run directory's paths.
+
+    Raises:
+        UserError: an override that the recipe does not take.
+    """
+    recipe = registry.resolve(spec.recipe)
+    plan = overrides.early(recipe.plan, spec.overrides)
+    partial = recipe()
+    from recipes.build import adapt as machine
+    from recipes.build import collectives
+
+    logs.quiet_nemo()
+    lines = [f"this machine: {line}" for line in (machine.adapt(partial) if here else [])]
+    lines += [f"environment: {line}" for line in collectives.adapt(partial, os.environ)]
+    lines += [f"override {line}" for line in overrides.apply(partial, spec.overrides)]
+    collectives.check(partial)
+    partial.log.explicit_log_dir = str(folder.attempt(spec.attempt) / "nemo")
+    partial.log.ckpt.dirpath = str(folder.checkpoints)
+    partial.log.tensorboard.save_dir = str(folder.path)
+    return Built(partial, plan.as_resolved(partial), tuple(lines))
+
+
+def resume_from_newest(built: Built, folder: RunDir) -> None:
+    """Point the recipe at the newest whole checkpoint.
+
+    Raises:
+        UserError: what changed since then does not allow it.
+    """
+    import nemo_run as run
+    import yaml
+    from nemo import lightning as nl
+
+    partial, checkpoint = built.partial, folder.whole_checkpoints()[-1]
+    before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
+    for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
+        log.info("changed since the checkpoint: %s", line)
+    resume.check_data(folder, manifests(partial))
+    resume.check_order(before, built.plan, partial.data.train_steps)
+    partial.resume.resume_from_path = str(checkpoint)
+    if folder.base.exists():  # where the weights came from at first: export takes the model's files from there
+        origin = json.loads(folder.base.read_text())["checkpoint"]
+        partial.resume.restore_config = run.Config(
+            nl.RestoreConfig, path=origin, load_optim_state=False, load_artifacts=False
+        )
+    log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
+
+
+def manifests(partial: run.Partial) -> dict[str, object]:
+    """folder -> manifest.json of every prepared corpus the run reads."""
+    if partial.data.blend is not None:
+        try:
+            folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
+        except ProjectError:  # told by preflight; only a dry run comes here
+            return {}
+    else:
+        folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
+    found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
+    return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
+
+
+def to_yaml(partial: run.Partial) -> str:
+    """The resolved configuration, every class and function by its name."""
+    import yaml
+    from nemo_run.core.serialization.yaml import YamlSerializer
+
+    def name_of(dumper: yaml.SafeDumper, kind: type) -> yaml.Node:
+        return dumper.represent_data({"_target_": f"{kind.__module__}.{kind.__qualname__}", "_call_": False})
+
+    yaml.SafeDumper.add_multi_representer(type, name_of)  # NeMo-Run writes functions this way, but no classes
+    return str(YamlSerializer().serialize(partial))

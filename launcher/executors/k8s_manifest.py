@@ -1,0 +1,134 @@
+"""The Kubernetes objects of a run, as plain data."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from common.errors import UserError
+from launcher.cluster_file import Cluster, K8s
+from launcher.executors import Job
+from launcher.executors.on_cluster import exported, torchrun
+
+log = logging.getLogger("launch")
+PORT = 29500  # each pod has an address of its own: no other run can hold it
+_SHIPPED = ("spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "data.json", "base.json")
+# the claim may be read by another pod of this Job in that moment: a file appears whole
+_COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
+
+
+def name_of(job: Job) -> str:
+    """The run's name as a DNS label, which pods and the Service need.
+
+    Raises:
+        UserError: nothing is left of it.
+    """
+    name = re.sub(r"[^a-z0-9-]", "-", job.folder.name.lower()).strip("-")[:50].strip("-")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
+        raise UserError(
+            f"{job.folder.name!r} cannot name a Kubernetes Job",
+            expected="a name that begins with a letter",
+            found=repr(name),
+            do="--name my-run",
+        )
+    return name
+
+
+def manifest(job: Job, cluster: Cluster, k8s: K8s) -> list[dict[str, Any]]:
+    """ConfigMap with what the launcher wrote, headless Service for several nodes, and the Job; in creation order."""
+    name = name_of(job)
+    if name != job.folder.name:
+        log.info("k8s: Job %s (of run %s: lower-case letters, digits and - only)", name, job.folder.name)
+    meta = {"name": name, "namespace": k8s.namespace, "labels": {"job-of": name}}
+    files = {f: (job.folder.path / f).read_text() for f in _SHIPPED if (job.folder.path / f).is_file()}
+    objects = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}]
+    if job.num_nodes > 1:
+        spec = {
+            "clusterIP": "None",
+            "selector": {"job-of": name},
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": "rendezvous", "port": PORT, "protocol": "TCP"}],
+        }
+        objects.append({"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": spec})
+    return [*objects, {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": _job(job, cluster, k8s)}]
+
+
+def _job(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
+    many = {"completionMode": "Indexed", "completions": job.num_nodes, "parallelism": job.num_nodes}
+    one = {"completions": 1, "parallelism": 1}
+    template = {"metadata": {"labels": {"job-of": name_of(job)}}, "spec": _pod(job, cluster, k8s)}
+    # a failed rank fails again, and ranks that lost one cannot go on without it
+    return {**(many if job.num_nodes > 1 else one), "backoffLimit": 0, "template": template}
+
+
+def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
+    name, workdir = name_of(job), cluster.workdir or "/workspace"
+    mounts: list[dict[str, Any]] = [
+        {"name": "work", "mountPath": workdir},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    volumes: list[dict[str, Any]] = [
+        {"name": "work", "persistentVolumeClaim": {"claimName": k8s.pvc}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": k8s.shm_size}},
+        {"name": "written", "configMap": {"name": name}},
+    ]
+    for number, mount in enumerate(cluster.mounts):
+        source, target, *mode = mount.split(":")
+        mounts.append({"name": f"host-{number}", "mountPath": target, **({"readOnly": True} if mode == ["ro"] else {})})
+        volumes.append({"name": f"host-{number}", "hostPath": {"path": source}})
+    ranks = {
+        "name": "ranks",
+        "image": cluster.image,
+        "command": [literal(word) for word in torchrun(job, cluster.python or "python")],
+        "workingDir": workdir,
+        "env": _env(job, cluster),
+        "resources": {"limits": _limits(job, k8s)},
+        "volumeMounts": mounts,
+    }
+    copy = {
+        "name": "written",
+        "image": cluster.image,
+        "command": ["sh", "-c", literal(_COPY), "sh", literal(str(job.folder.path))],
+        "workingDir": workdir,
+        "volumeMounts": [mounts[0], {"name": "written", "mountPath": "/written"}],
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "initContainers": [copy],
+        "containers": [ranks],
+        "volumes": volumes,
+    }
+    if job.num_nodes > 1:
+        pod["subdomain"] = name
+    if k8s.node_selector:
+        pod["nodeSelector"] = dict(k8s.node_selector)
+    if k8s.service_account:
+        pod["serviceAccountName"] = k8s.service_account
+    return pod
+
+
+def _env(job: Job, cluster: Cluster) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [{"name": k, "value": literal(v)} for k, v in exported(job, cluster).items()]
+    if job.num_nodes > 1:  # torchrun reads its options from PET_*
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        meeting = {
+            "PET_NNODES": str(job.num_nodes),
+            "PET_MASTER_ADDR": f"{name_of(job)}-0.{name_of(job)}",
+            "PET_MASTER_PORT": str(PORT),
+        }
+        rows += [{"name": key, "value": value} for key, value in meeting.items()]
+        rows.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}})
+    return rows
+
+
+def _limits(job: Job, k8s: K8s) -> dict[str, str]:
+    limits = {"cpu": k8s.cpu, "memory": k8s.memory}
+    if job.accelerator == "gpu":
+        limits[k8s.gpu_resource] = str(job.devices)
+    return {key: value for key, value in limits.items() if value is not None}
+
+
+def literal(text: str) -> str:
+    """Kubernetes replaces $(NAME) in commands and values; a doubled $ is one that it leaves alone."""
+    return text.replace("$", "$$")

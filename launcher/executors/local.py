@@ -1,0 +1,91 @@
+"""`local`: NeMo-Run's LocalExecutor with torchrun, one rank a device of this machine (NCCL on GPUs, Gloo on a CPU)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from common import logs
+from common import rank_states as states
+from launcher.executors import Job
+from launcher.executors.follow import Follower
+from launcher.executors.signals import PassedOn
+from training.distributed import rank_env as place
+
+ROOT = Path(__file__).resolve().parents[2]
+log = logging.getLogger("launch")
+
+
+def submit(job: Job) -> int:
+    """Start the ranks, show rank 0's lines, end with the first failing rank's exit code."""
+    job.logs.mkdir(parents=True, exist_ok=True) if not job.dryrun else None
+    command = ["torchrun", f"--nproc-per-node={job.devices}", "-m", *job.rank_command[2:]]
+    if job.dryrun:
+        log.info("local: would start %s", " ".join(command))
+        return 0
+    for line in _environment(job):
+        log.info("local: %s", line)
+    log.info("started:   %d ranks on this machine: %s", job.devices, " ".join(command))
+    log.info("logs:      %s/rank-0.log to rank-%d.log", job.logs, job.devices - 1)
+    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; a second one stops at once", os.getpid())
+    log.info("resume:    %s", job.resume_command)
+    with Follower(job.logs / "console.log"), PassedOn(lambda count: _signal_ranks(job, count)):
+        _run(job)
+    return states.tell(job.logs, job.world_size, _torchrun_log(job))
+
+
+def _environment(job: Job) -> list[str]:
+    """What torchrun and the ranks need beside the environment set, each with its reason."""
+    place.alone(os.environ)  # a Slurm job or torchrun around this command is not theirs
+    path = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
+    os.environ["PATH"] = os.pathsep.join(path)  # NeMo-Run starts `torchrun` by name, also without an active venv
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's --local-addr: no look-up of this host's name
+    if "OMP_NUM_THREADS" in os.environ:
+        return []
+    threads = max(1, (os.cpu_count() or 1) // job.devices)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return [f"OMP_NUM_THREADS={threads} ({os.cpu_count()} cores / {job.devices} ranks; torchrun would take 1)"]
+
+
+def _run(job: Job) -> None:
+    """Through NeMo-Run, to the end of all ranks.
+
+    nemo_run 0.4.0 calls a failed job a success (run() returns None, and a file SUCCESS is left): what became of the
+    ranks is read from their own last words instead. Test: tests/launcher/executors/test_mpirun.py.
+    """
+    import nemo_run as run
+    from nemo_run.core.frontend.console.api import CONSOLE
+    from nemo_run.run.torchx_backend.schedulers import local as scheduler
+
+    home = job.logs.absolute() / "torchrun"
+    home.mkdir(parents=True, exist_ok=True)
+    scheduler.LOCAL_JOB_DIRS = str(home / "jobs.json")  # default: a file in the home folder, which may be read-only
+    CONSOLE.quiet = True
+    executor = run.LocalExecutor(ntasks_per_node=job.devices, launcher="torchrun")
+    ranks = run.Script(path=job.rank_command[2], m=True, entrypoint="python", args=list(job.rank_command[3:]))
+    with run.Experiment("local", executor=executor, base_dir=str(home), log_level="ERROR") as experiment:
+        experiment.add(ranks, name="ranks")
+        experiment.run(detach=False)
+    logs.console()  # an Experiment takes the log handlers for itself
+
+
+def _torchrun_log(job: Job) -> Path | None:
+    found = sorted((job.logs / "torchrun").rglob("stderr.log"))
+    return found[-1] if found else None
+
+
+def _signal_ranks(job: Job, count: int) -> None:
+    """To the ranks themselves: torchrun would give them 30 s, and then kill them in the middle of a save."""
+    known = states.read(job.logs)
+    if not known:
+        log.warning("no rank is up yet")
+        raise KeyboardInterrupt
+    for state in known:
+        if state.state == states.RUNNING:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(state.pid, signal.SIGINT if count < 3 else signal.SIGKILL)

@@ -1,0 +1,128 @@
+"""`mpirun`: Open MPI starts the ranks, on this machine or on the hosts of a hostfile.
+
+What it runs, `mpirun -np N ... python -m launcher.rank_main runs/NAME`, can be typed by hand after a dry run:
+training/distributed/rank_env.py maps Open MPI's variables (OMPI_COMM_WORLD_RANK, ...) to torchrun's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from common import rank_states as states
+from common.errors import PreflightError, UserError
+from launcher.executors import Job
+from launcher.executors.follow import Follower
+from launcher.executors.signals import PassedOn
+from training.distributed import rank_env as place
+
+ROOT = Path(__file__).resolve().parents[2]
+log = logging.getLogger("launch")
+
+
+def submit(job: Job) -> int:
+    """Start the ranks, show rank 0's lines, end with the first failing rank's exit code.
+
+    Raises:
+        UserError: several nodes without a hostfile, or an unreadable one; an MPI other than Open MPI.
+        PreflightError: no mpirun here.
+    """
+    hosts = _hosts(job)
+    program = "mpirun" if job.dryrun else _open_mpi()
+    lines = _environment(job, hosts)
+    command = _command(job, program)
+    if job.dryrun:
+        words = [f"{key}={os.environ[key]}" for key in _passed_on(job)]
+        log.info("mpirun: would start\n%s", shlex.join(["env", *words, *command]))
+        return 0
+    for line in lines:
+        log.info("mpirun: %s", line)
+    job.logs.mkdir(parents=True, exist_ok=True)
+    log.info("started:   %d ranks on %s: %s", job.world_size, ", ".join(hosts) or "this machine", shlex.join(command))
+    log.info("logs:      %s/rank-0.log to rank-%d.log, mpirun.log", job.logs, job.world_size - 1)
+    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; a second one stops at once", os.getpid())
+    log.info("resume:    %s", job.resume_command)
+    own = job.logs / "mpirun.log"
+    with own.open("a") as output, Follower(job.logs / "console.log"):
+        ranks = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
+        with PassedOn(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
+            ranks.wait()
+    return states.tell(job.logs, job.world_size, own)
+
+
+def _command(job: Job, program: str) -> list[str]:
+    own = job.cluster.mpirun if job.cluster else None
+    words = [program, "-np", str(job.world_size), "--map-by", f"ppr:{job.devices}:node"]
+    words += ["--bind-to", "none"]  # it binds a rank to one core, and the data workers and savers with it
+    words += ["--hostfile", str(own.hostfile)] if own and own.hostfile else []
+    words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    words += ["--oversubscribe"] if job.accelerator == "cpu" else []
+    words += own.args if own else []
+    for key in _passed_on(job):
+        words += ["-x", key]  # values from this process's environment: nothing to quote
+    python = job.cluster.python if job.cluster and job.cluster.python else sys.executable
+    return [*words, python, *job.rank_command[1:]]
+
+
+def _passed_on(job: Job) -> list[str]:
+    return sorted({*job.env, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"})
+
+
+def _environment(job: Job, hosts: list[str]) -> list[str]:
+    """The ranks' meeting point, threads and import path, each with its reason; for `-x`."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    place.alone(os.environ)  # a Slurm job or torchrun around this command is not theirs
+    os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
+    os.environ["MASTER_PORT"] = port or str(place.free_port())
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    threads = max(1, (os.cpu_count() or 1) // job.devices)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    where = "yours" if port else "the first free one here" + (f"; not checked on {hosts[0]}" if hosts else "")
+    return [
+        f"MASTER_ADDR={os.environ['MASTER_ADDR']} ({'yours' if address else 'where rank 0 runs'})",
+        f"MASTER_PORT={os.environ['MASTER_PORT']} ({where})",
+        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} ({os.cpu_count()} cores / {job.devices} ranks, or yours)",
+    ]
+
+
+def _hosts(job: Job) -> list[str]:
+    """The hosts of the cluster file's hostfile, in its order; none: this machine.
+
+    Raises:
+        UserError: several nodes and no hostfile, or fewer hosts in it than nodes.
+    """
+    file = job.cluster.mpirun.hostfile if job.cluster else None
+    rows = Path(file).read_text().splitlines() if file and Path(file).is_file() else []
+    hosts = [row.split("#")[0].split()[0] for row in rows if row.split("#")[0].strip()]
+    if (file or job.num_nodes > 1) and len(hosts) < job.num_nodes:
+        raise UserError(
+            "the hostfile does not hold the nodes of the run",
+            expected=f"{job.num_nodes} host(s), one a line: NAME slots={job.devices}",
+            found=f"{len(hosts)} in {file}" if file else "no hostfile",
+            do="--cluster FILE with `mpirun: {hostfile: PATH}` (docs/11-many-gpus.md)",
+        )
+    return hosts
+
+
+def _open_mpi() -> str:
+    program = shutil.which("mpirun")
+    if program is None:
+        raise PreflightError(
+            "mpirun is not here", expected="Open MPI's mpirun on PATH", found="none", do="apt-get install openmpi-bin"
+        )
+    version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.splitlines()
+    if not version or "Open MPI" not in version[0]:
+        raise UserError(
+            "this mpirun is not Open MPI's",
+            expected="Open MPI",
+            found=version[0] if version else "no version",
+            do="write it with --dryrun, and start with your MPI: mpirun -np N python -m launcher.rank_main runs/NAME",
+        )
+    return program

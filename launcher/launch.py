@@ -1,0 +1,219 @@
+"""From a RunSpec to a started run: resolve, set the environment, check, write, hand over to an executor."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from common import logs, rundir
+from common.environment import merge as env
+from common.environment.sets import TIERS
+from common.errors import EXIT_PREFLIGHT, UserError
+from common.rundir import RunDir
+from common.spec import RunSpec
+from data.blend import chosen
+from launcher import batch_size as fit
+from launcher import build, executors
+from launcher.executors import HERE, Job
+from launcher.preflight import check as preflight
+from recipes.plan import Plan
+from training.distributed import rank_env as place
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+    from launcher.cluster_file import Cluster
+
+log = logging.getLogger("launch")
+
+
+def launch(spec: RunSpec) -> int:
+    """Do what the spec says.
+
+    Returns:
+        the exit code: 0, 3 after a failed preflight, 130 after Ctrl-C, the first failing rank's own.
+
+    Raises:
+        ProjectError: anything the user can mend; its exit_code is the command's.
+    """
+    logs.console()
+    spec = _complete(spec)
+    submit = executors.resolve(spec.executor or "direct")
+    cluster = _cluster(spec)
+    folder = rundir.choose(spec)
+    plan = fit.planned(spec)
+    if spec.executor == "direct" and (dropped := place.alone(os.environ)):
+        log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
+    before = dict(os.environ)
+    settings = env.apply(_env_name(spec.env or plan.env, cluster), os.environ, plan)
+    if spec.executor == "direct" and not spec.dryrun:
+        env.restart_with_preloads(settings, before)
+    spec = fit.fit(spec, folder, here=spec.executor in HERE)
+    plan = fit.planned(spec)
+    spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
+    _tell(spec, plan, folder, settings)
+    if not _preflight(plan, folder, spec, cluster) and not spec.dryrun:
+        return EXIT_PREFLIGHT
+    with _stdout_is_stderr() as stdout:
+        built = build.build(spec, folder, here=spec.executor in HERE)
+        for line in built.lines:
+            log.info("%s", line)
+        if built.plan != plan and not _preflight(built.plan, folder, spec, cluster) and not spec.dryrun:
+            return EXIT_PREFLIGHT
+        text = _write(spec, built, folder, settings)
+        if spec.dryrun:
+            _picture(built.partial, folder)
+            stdout.write(text)
+    return submit(_job(spec, built.plan, folder, settings, cluster))
+
+
+def _complete(spec: RunSpec) -> RunSpec:
+    """The spec with the executor that the user left open.
+
+    Raises:
+        UserError: several ranks for `direct`, or several nodes and nobody to start them.
+    """
+    plan = fit.planned(spec)
+    ranks = plan.devices * plan.num_nodes
+    if spec.executor is None:
+        name = "direct" if ranks == 1 else "local"
+        log.info("executor %s: the recipe has %d rank(s)", name, ranks)
+        spec = dataclasses.replace(spec, executor=name)
+    executors.check(spec.executor or "")
+    if spec.executor == "direct" and ranks > 1:
+        raise UserError(
+            "direct is one process",
+            expected="trainer.devices=1 trainer.num_nodes=1",
+            found=f"{plan.num_nodes} node(s) x {plan.devices} device(s)",
+            do="--executor local" if plan.num_nodes == 1 else "--executor slurm --cluster FILE",
+        )
+    if spec.executor == "local" and plan.num_nodes > 1:
+        raise UserError(
+            "local is one machine",
+            expected="trainer.num_nodes=1",
+            found=f"{plan.num_nodes} nodes",
+            do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
+        )
+    return spec
+
+
+def _cluster(spec: RunSpec) -> Cluster | None:
+    if spec.cluster is None:
+        return None
+    from pathlib import Path
+
+    from launcher import cluster_file as cluster
+
+    return cluster.load(Path(spec.cluster))
+
+
+def _env_name(name: str, cluster: Cluster | None) -> str:
+    """The environment set with the layers that the cluster file adds; a tier in `name` wins."""
+    layers = name.split("+")
+    for layer in cluster.env_layers if cluster else ():
+        if layer not in layers and not (layer in TIERS and set(layers) & set(TIERS)):
+            log.info("env: %s is added (the cluster file's)", layer)
+            layers.append(layer)
+    return "+".join(layers)
+
+
+def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting], cluster: Cluster | None) -> Job:
+    return Job(
+        folder=folder,
+        logs=folder.attempt(spec.attempt),
+        env={setting.key: setting.value for setting in settings},
+        devices=plan.devices,
+        num_nodes=plan.num_nodes,
+        accelerator=plan.accelerator,
+        cluster=cluster,
+        dryrun=spec.dryrun,
+        rank_command=("python", "-m", "launcher.rank_main", str(folder.path)),
+        resume_command=spec.resume_command,
+    )
+
+
+def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[env.Setting]) -> str:
+    """Everything the ranks read; returns the resolved configuration. A dry run of a resume leaves the run alone."""
+    if spec.resume:
+        build.resume_from_newest(built, folder)
+    text = build.to_yaml(built.partial)
+    if spec.resume and spec.dryrun:
+        return text
+    folder.write(spec, text, settings, [sys.executable, *sys.argv])
+    if built.plan.blend is not None and not spec.dryrun:
+        _plan_blend(built.plan, folder)
+    folder.data.write_text(json.dumps(build.manifests(built.partial)) + "\n")
+    if spec.dryrun:
+        log.info("dry run: wrote %s, trained nothing", folder.path)
+    return text
+
+
+def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]) -> None:
+    """What will run, where, and every automatically chosen value with its reason."""
+    log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
+    log.info("ranks: %d = %d node(s) x %d device(s)", plan.devices * plan.num_nodes, plan.num_nodes, plan.devices)
+    log.info("model: %s parameters (%.1fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
+    log.info(
+        "batch: %d tokens a step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
+        plan.tokens_per_step,
+        plan.global_batch_size,
+        plan.micro_batch_size,
+        plan.data_parallel,
+        plan.global_batch_size // max(1, plan.micro_batch_size * plan.data_parallel),
+        plan.seq_length,
+    )
+    for s in settings:
+        log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
+
+
+def _picture(partial: run.Partial, folder: RunDir) -> None:
+    """Draw the learning-rate curve of the whole run (also checks its parameters)."""
+    import fiddle as fdl
+
+    from recipes.build.lr_slot import StepSchedule
+    from recipes.curve import plot
+
+    slot = fdl.build(partial.optim.lr_scheduler)
+    if isinstance(slot, StepSchedule) and partial.trainer.max_steps > 0:
+        plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
+
+
+def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> bool:
+    """What can be checked from here: elsewhere the machine, and in Kubernetes or over ssh also the data, check
+    themselves.
+    """
+    far = spec.executor == "k8s" or (cluster is not None and cluster.tunnel.kind == "ssh")
+    findings = preflight.check(plan, folder, machine=spec.executor in HERE, data=not far)
+    for finding in findings:
+        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
+    return not any(finding.fatal for finding in findings)
+
+
+def _plan_blend(plan: Plan, folder: RunDir) -> None:
+    """Say what the blend comes to over the whole run, and keep it for the report."""
+    assert plan.blend is not None
+    trained, _ = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+    for line in trained.table():
+        log.info("blend: %s", line)
+    folder.blend.write_text(trained.to_json())
+
+
+@contextlib.contextmanager
+def _stdout_is_stderr() -> Iterator[TextIO]:
+    """Send what libraries print to standard error, so that a dry run's standard output is YAML alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(kept, "w") as stdout:
+        try:
+            yield stdout
+        finally:
+            sys.stdout.flush()
+            stdout.flush()
+            os.dup2(kept, 1)

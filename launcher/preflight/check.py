@@ -1,0 +1,166 @@
+"""Checks before NeMo is imported: pure Python over the plan, the corpus and the machine. All findings at once."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from common.rundir import RunDir
+from launcher.preflight.data import base, corpus
+from launcher.preflight.findings import Finding, error, warning
+from launcher.preflight.layout import layout
+from launcher.preflight.ranks import many
+from recipes.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -> list[Finding]:
+    """Everything that can be known to be wrong before NeMo is imported.
+
+    Args:
+        machine: this is the machine that trains.
+        data: the corpora and the disk of the run are seen from here.
+    """
+    checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [_packages]
+    checks += [_accelerator, many] if machine else []
+    checks += [_numbers, layout, _schedule]
+    checks += [corpus, base, _disk] if data else []
+    return [finding for one in checks for finding in one(plan, run)]
+
+
+def _packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """`recipes` and `data` are common names: another package of that name on sys.path would be imported instead."""
+    for name in ("recipes", "data", "training", "launcher", "convert", "report", "doctor", "common"):
+        module = sys.modules.get(name)
+        origin = Path(getattr(module, "__file__", None) or ROOT / name / "__init__.py").resolve()
+        if origin.parent.parent != ROOT:
+            yield error(
+                f"package {name!r} is shadowed",
+                expected=str(ROOT / name),
+                found=str(origin.parent),
+                do="run launch.py from its own folder, and take the other one out of PYTHONPATH",
+            )
+
+
+def _gpu_count() -> int:
+    """GPUs the CUDA driver reports, without importing torch; CUDA_VISIBLE_DEVICES is honoured. 0 without a driver."""
+    try:
+        cuda = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    if plan.accelerator != "gpu":
+        return
+    count = _gpu_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    where = f"{count} GPU(s)" + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
+    if count == 0:
+        yield error(
+            "this recipe needs a GPU",
+            expected=f"{plan.devices} NVIDIA GPU(s) with a working driver",
+            found=where,
+            do="python launch.py --recipe qwen25_tiny (the same path on the CPU), or check nvidia-smi",
+        )
+    elif count < plan.devices:
+        hidden = visible is not None and len(visible.split(",")) < plan.devices
+        shown = ",".join(map(str, range(plan.devices)))
+        more = f"--env dual (if you set it: CUDA_VISIBLE_DEVICES={shown})" if hidden else "make more GPUs visible"
+        yield error(
+            "fewer GPUs than the recipe asks for",
+            expected=f"trainer.devices={plan.devices}",
+            found=where,
+            do=f"trainer.devices={count}, or {more}",
+        )
+
+
+def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    positive = ["seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes"]
+    positive += ("val_check_interval", "log_every_n_steps", "save_every_n_steps", "keep_checkpoints")
+    for name in positive:
+        if getattr(plan, name) < 1:
+            yield error(
+                f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}"
+            )
+            return
+    if plan.devices * plan.num_nodes % max(1, plan.model_parallel):  # told by `layout`
+        return
+    share = plan.micro_batch_size * plan.data_parallel
+    product = f"micro batch {plan.micro_batch_size} x data parallel {plan.data_parallel} = {share}"
+    if plan.global_batch_size % share:
+        fits = max(share, plan.global_batch_size // share * share)
+        yield error(
+            "the global batch is not divisible",
+            expected=f"a multiple of {product}",
+            found=f"data.global_batch_size={plan.global_batch_size}",
+            do=f"data.global_batch_size={fits}, or another data.micro_batch_size",
+        )
+    if plan.seq_length != plan.model_seq_length:
+        yield error(
+            "the data's sequence length is not the model's",
+            expected=f"data.seq_length = model.config.seq_length = {plan.model_seq_length} tokens",
+            found=f"data.seq_length = {plan.seq_length} tokens",
+            do=f"set both: data.seq_length={plan.seq_length} model.config.seq_length={plan.seq_length}",
+        )
+    yield from _shape(plan)
+
+
+def _shape(plan: Plan) -> Iterator[Finding]:
+    shape = plan.shape
+    for whole, part, text in (
+        (shape.hidden_size, shape.num_attention_heads, "hidden size not divisible by attention heads"),
+        (shape.num_attention_heads, shape.num_query_groups, "attention heads not divisible by query groups"),
+    ):
+        if whole % part:
+            yield error(text, expected=f"a multiple of {part}", found=str(whole), do="change the shape in recipes/")
+
+
+def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    for name, value, override in (
+        ("warm-up", plan.warmup_steps, "optim.lr_scheduler.warmup_steps"),
+        ("validation interval", plan.val_check_interval, "trainer.val_check_interval"),
+    ):
+        if value > plan.max_steps:
+            yield warning(
+                f"the {name} is longer than the run",
+                expected=f"at most trainer.max_steps={plan.max_steps} steps",
+                found=f"{value} steps: " + ("the peak is never reached" if name == "warm-up" else "no validation"),
+                do=f"{override}={max(1, plan.max_steps // 10)}",
+            )
+
+
+def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as problem:
+        yield error(
+            f"cannot write {run.path}",
+            expected=f"a folder where files can be made: {parent}",
+            found=problem.strerror or str(problem),
+            do="change its rights, or run from another folder",
+        )
+        return
+    # one more than is kept: a new checkpoint is whole before an old one goes
+    kept = plan.keep_checkpoints + bool(plan.keep_best)
+    need, free = plan.checkpoint_bytes * (kept + 1), shutil.disk_usage(parent).free
+    if need > free:
+        yield error(
+            "not enough disk for the checkpoints",
+            expected=f"{need / 2**30:.1f} GiB ({kept} kept and one in the making)",
+            found=f"{free / 2**30:.1f} GiB free under {parent}",
+            do="free some space, or log.ckpt.keep_last=1",
+        )

@@ -1,0 +1,175 @@
+"""Preflight of what a run reads: corpora, blends, the base model. Pure Python, before NeMo is imported."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from common.errors import ProjectError
+from common.rundir import RunDir
+from data.blend import chosen
+from data.indexed import check_prefix, read_index
+from data.manifest import FILE_NAME, SPLITS, load_manifest
+from launcher.preflight.findings import Finding, error, warning
+from recipes.plan import Plan
+
+
+def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """The training data is there, whole, long enough, and apart from the validation data."""
+    if plan.blend is not None:
+        if plan.data is not None:
+            yield error(
+                "two descriptions of the training data",
+                expected="data.paths or data.blend",
+                found=f"data.paths={plan.data} and data.blend",
+                do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/05-schedules.md)",
+            )
+        yield from _blend(plan)
+        return
+    try:
+        prefixes = _prefixes(plan.data or "")
+    except (KeyError, AttributeError, TypeError):
+        yield error(
+            "data.paths is not of NeMo's form",
+            expected="a prepared folder, or {'train': ['1.0', 'PREFIX'], 'validation': [...], 'test': [...]}",
+            found=str(plan.data),
+            do="give data.paths the folder that data prepare wrote",
+        )
+        return
+    if prefixes is None:
+        folder = Path(plan.data or "")
+        if not (folder / FILE_NAME).is_file():
+            yield error(
+                f"no prepared corpus in {folder}",
+                expected=f"{folder}/{FILE_NAME} with train, validation and test",
+                found="no such folder" if not folder.exists() else "a folder without a manifest",
+                do=_how_to_prepare(folder),
+            )
+            return
+        yield from _manifest(plan, folder)
+        prefixes = {split: [folder / split] for split in SPLITS}
+    for name in ("validation", "test"):
+        for prefix in set(prefixes.get(name, [])) & set(prefixes["train"]):
+            yield error(
+                f"{prefix} is training data and also in {name}",
+                expected=f"a {name} split the model is not trained on",
+                found=f"the same prefix in data.paths['train'] and data.paths['{name}']",
+                do="launch.py data prepare writes disjoint splits",
+            )
+    for split, some in prefixes.items():
+        for prefix in some:
+            broken = [Finding(problem) for problem in check_prefix(prefix)]
+            yield from broken or _samples(plan, split, prefix)
+
+
+def _blend(plan: Plan) -> Iterator[Finding]:
+    """Every domain is a prepared corpus of one tokenizer; shares and epochs make sense."""
+    assert plan.blend is not None
+    try:
+        trained, folders = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+    except ProjectError as problem:
+        yield Finding(problem)
+        return
+    if plan.keep_best is not None and plan.keep_best not in folders:
+        yield error(
+            "log.ckpt.keep_best is no domain of the blend",
+            expected="one of " + ", ".join(folders),
+            found=repr(plan.keep_best),
+            do="log.ckpt.keep_best=None, or a domain's name",
+        )
+    for text in trained.warnings:
+        yield warning(text, expected="4 epochs or fewer", found=text, do="fewer steps, another weight, or more text")
+    for folder in map(Path, folders.values()):
+        yield from _manifest(plan, folder)
+        for split in ("train", "validation"):
+            yield from _samples(replace(plan, max_steps=1), split, folder / split)
+
+
+def _prefixes(paths: str) -> dict[str, list[Path]] | None:
+    """NeMo's own form of data.paths, `{"train": [weight, prefix, ...], ...}`; None for a prepared folder."""
+    try:
+        value = ast.literal_eval(paths)
+    except (ValueError, SyntaxError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    if not all(isinstance(value[split], list) for split in SPLITS):
+        raise TypeError(value)
+    return {
+        split: [Path(word) for word in words if not word.replace(".", "", 1).isdigit()]
+        for split, words in value.items()
+    }
+
+
+def _manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
+    try:
+        manifest = load_manifest(folder)
+    except ProjectError as problem:
+        yield Finding(problem)
+        return
+    size, vocab = manifest.tokenizer.vocab_size, plan.shape.vocab_size
+    if size > vocab:
+        yield error(
+            "the corpus's tokenizer is larger than the model's vocabulary",
+            expected=f"at most {vocab} ids (model.config.vocab_size)",
+            found=f"{size} ids in {folder}/tokenizer",
+            do="prepare the corpus with the model's own tokenizer",
+        )
+
+
+def _how_to_prepare(folder: Path) -> str:
+    if "sample" in folder.parts:
+        return "python launch.py data sample"
+    return f"python launch.py data prepare INPUT --output {folder} --tokenizer Qwen/Qwen2.5-0.5B"
+
+
+def _samples(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
+    """One sample is seq_length + 1 tokens; a shorter split repeats itself in silence, or loops for ever."""
+    tokens = read_index(prefix).num_tokens
+    if tokens < plan.seq_length + 1:
+        yield error(
+            f"the {split} split is shorter than one sequence",
+            expected=f"at least {plan.seq_length + 1} tokens (data.seq_length + 1)",
+            found=f"{tokens} tokens in {prefix}.bin",
+            do=f"add data, give {split} a larger share with --split, or lower data.seq_length",
+        )
+    elif split == "train" and plan.max_steps * plan.tokens_per_step > 4 * tokens:
+        yield warning(
+            "the run reads its corpus more than four times",
+            expected=f"at most 4 epochs of {tokens:,} tokens",
+            found=f"{plan.max_steps * plan.tokens_per_step / tokens:.1f} epochs",
+            do="fewer steps (trainer.max_steps), or more data",
+        )
+
+
+def base(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """The base model's shape and tokenizer, as far as a local folder tells without torch."""
+    if plan.base is None or run.whole_checkpoints():
+        return
+    config = Path(plan.base) / "config.json"
+    if not config.is_file():
+        if not Path(plan.base).is_dir() and plan.base.count("/") == 1 and plan.base[0] not in "./~":
+            return  # a hub id: looked up when it is imported
+        tiny = Path(plan.base).name == "qwen25-tiny"
+        yield error(
+            f"no base model in {plan.base}",
+            expected="a Hugging Face folder with config.json and safetensors",
+            found="no such folder" if not Path(plan.base).exists() else "a folder without config.json",
+            do="make demo trains and exports it" if tiny else "resume.base=FOLDER or a hub id",
+        )
+        return
+    hf = json.loads(config.read_text())
+    names = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size"}
+    names |= {"num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads"}
+    names |= {"vocab_size": "vocab_size", "tied": "tie_word_embeddings"}
+    for ours, theirs in names.items():
+        if theirs in hf and hf[theirs] != getattr(plan.shape, ours):
+            yield error(
+                f"the base model has another {ours}",
+                expected=f"{getattr(plan.shape, ours)} (the recipe's shape)",
+                found=f"{hf[theirs]} ({theirs} in {config})",
+                do="another base (resume.base=...), or the base's shape in recipes/",
+            )

@@ -1,0 +1,25 @@
+"""What a preflight check hands back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import PreflightError, ProjectError, UserError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error (the run cannot start) or a warning (it can, but look)."""
+
+    problem: ProjectError
+    fatal: bool = True
+
+
+def error(what: str, *, expected: str, found: str, do: str) -> Finding:
+    """The run cannot start."""
+    return Finding(PreflightError(what, expected=expected, found=found, do=do))
+
+
+def warning(what: str, *, expected: str, found: str, do: str) -> Finding:
+    """The run can start, but look."""
+    return Finding(UserError(what, expected=expected, found=found, do=do), fatal=False)

@@ -1,0 +1,89 @@
+"""Preflight of several ranks on this machine: cards and their memory, shared memory, the port where they meet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+
+from common import machine_facts as facts
+from common.environment.sets import BACKEND
+from common.rundir import RunDir
+from launcher.preflight.findings import Finding, error, warning
+from recipes.plan import Plan
+
+ADVISED = 20e9 / 494_032_768  # bytes a parameter: 20 GB for Qwen2.5-0.5B, activations included
+PORTS = 10
+
+
+def many(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """What this machine must have for the plan's ranks."""
+    if plan.accelerator == "gpu":
+        yield from memory(plan, facts.cards())
+        if plan.devices > 1:
+            yield from shared_memory(facts.shared_memory(), os.environ)
+    if plan.devices * plan.num_nodes > 1:
+        yield from port(os.environ)
+
+
+def least_bytes(plan: Plan) -> float:
+    """What each card holds whatever the batch: bf16 weights, fp32 gradients, its share of Adam's 12 bytes."""
+    parameters = plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel)
+    return parameters * (2 + 4 + 12 / plan.optimizer_shards)
+
+
+def memory(plan: Plan, cards: facts.Cards) -> Iterator[Finding]:
+    """Each card that a rank gets has room for the model's states, and the advised room for its activations."""
+    if plan.tensor_parallel * plan.pipeline_parallel < 1:
+        return
+    least = least_bytes(plan)
+    advised = max(least, ADVISED * plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel))
+    for card in cards.visible[: plan.devices]:
+        found = f"{card.free / 1e9:.1f} of {card.total / 1e9:.1f} GB free"
+        found += f", {card.processes} process(es) on it" if card.processes else ""
+        if card.free < least:
+            yield error(
+                f"GPU {card.index} ({card.name}) has too little memory free",
+                expected=f"{least / 1e9:.1f} GB for weights, gradients and optimizer states alone",
+                found=found,
+                do="end what runs there (nvidia-smi), take another card (CUDA_VISIBLE_DEVICES), or more ranks",
+            )
+        elif card.free < advised:
+            yield warning(
+                f"GPU {card.index} ({card.name}) has less memory free than advised",
+                expected=f"{advised / 1e9:.0f} GB for this model",
+                found=found,
+                do="data.micro_batch_size=1 if it runs out of memory; nvidia-smi shows what else is there",
+            )
+
+
+def shared_memory(shm: facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """NCCL's ranks on one machine meet in /dev/shm, unless they are told not to."""
+    if environ.get("NCCL_SHM_DISABLE") == "1" or environ.get(BACKEND) == "gloo":
+        return
+    found = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free in {facts.SHM}"
+    do = "docker run --ipc=host (or --shm-size=8g), else --env nccl-no-shm; python launch.py doctor tells more"
+    if shm.problem:
+        yield error("NCCL cannot write its shared memory", expected=f"{facts.SHM} writable", found=shm.problem, do=do)
+    elif shm.free < facts.SHM_LEAST:
+        yield error("too little shared memory for NCCL", expected="64 MiB, better 1 GiB", found=found, do=do)
+    elif shm.free < facts.SHM_GOOD:
+        yield warning("little shared memory for NCCL", expected="1 GiB", found=found, do=do)
+
+
+def port(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The port where the ranks meet, if the user chose one (otherwise a free one is looked for)."""
+    named = environ.get("MASTER_PORT")
+    if named is None or "RANK" in environ:  # inside a rank its starter listens there
+        return
+    if not named.isdigit() or not 0 < int(named) < 65536:
+        yield error("MASTER_PORT is no port", expected="1 to 65535", found=repr(named), do="unset MASTER_PORT")
+        return
+    near = [number for number in range(int(named), min(int(named) + PORTS, 65536)) if facts.port_is_free(number)]
+    if near[:1] == [int(named)]:
+        return
+    yield error(
+        f"port {named} is taken",
+        expected="MASTER_PORT free on rank 0's machine",
+        found="another process listens there (`ss -ltnp` shows which)",
+        do=f"MASTER_PORT={near[0]}, which is free" if near else f"another MASTER_PORT: the next {PORTS} are taken too",
+    )

@@ -1,0 +1,199 @@
+"""What every rank runs: `python -m launcher.rank_main runs/NAME` (direct: in the launcher's own process)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from common import logs
+from common import rank_states as states
+from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
+from common.rundir import RunDir
+from common.spec import RunSpec
+from launcher import batch_size as fit
+from launcher import build
+from launcher.executors import HERE
+from recipes.plan import Plan
+from training import sigterm as shield
+from training.distributed import rank_env as place
+from training.distributed.rank_env import Place
+
+log = logging.getLogger("launch")
+
+
+def train(folder: RunDir, where: Place | None = None) -> int:
+    """Build the recipe that runs/NAME/spec.json names, on the machine that trains it, and train it.
+
+    Returns:
+        the exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ProjectError: anything the user can mend.
+    """
+    where = where or Place()
+    spec = folder.spec()
+    spec = dataclasses.replace(spec, attempt=spec.attempt + where.restarts)
+    attempt = folder.attempt(spec.attempt)
+    logs.to_file(attempt, where.rank)
+    with _last_word(attempt, where.rank):
+        if spec.executor not in HERE and where.local_rank == 0:
+            _check(fit.planned(spec), folder)
+        built = build.build(spec, folder, here=True)
+        known = spec.executor in HERE  # then the launcher has told
+        for line in built.lines:
+            log.log(logging.DEBUG if known else logging.INFO, "%s", line)
+        _start_or_resume(built, folder, where)
+        if where.rank == 0:
+            folder.config.write_text(build.to_yaml(built.partial))
+        return _fit(built, folder, spec, where)
+
+
+def _check(plan: Plan, folder: RunDir) -> None:
+    """Preflight on the machine that trains, where the launcher could not look."""
+    from launcher.preflight import check as preflight
+
+    findings = preflight.check(plan, folder)
+    for finding in findings:
+        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
+    if fatal := [str(finding.problem.what) for finding in findings if finding.fatal]:
+        raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
+
+
+def _start_or_resume(built: build.Built, folder: RunDir, where: Place) -> None:
+    """From the newest whole checkpoint, if there is one: --resume, or a job that its scheduler started again."""
+    if where.rank == 0:
+        for aside in folder.set_aside_unfinished():
+            log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
+    if folder.whole_checkpoints():
+        build.resume_from_newest(built, folder)
+    elif built.partial.resume.base:
+        from launcher.base_model import start_from_base
+
+        start_from_base(built.partial, folder, built.plan, write=where.rank == 0)
+
+
+def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int:
+    import nemo_run as run
+
+    from training.distributed import consistency as ranks
+    from training.distributed import lost_ranks as peers
+    from training.interrupt import Interrupted
+
+    attempt = folder.attempt(spec.attempt)
+
+    def last_word(text: str) -> None:
+        states.RankState(rank=where.rank, state=states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
+
+    ranks.declare(build.to_yaml(built.partial), build.manifests(built.partial))
+    try:
+        with peers.explained(last_word):
+            run.run(built.partial, direct=True)
+    except Interrupted:
+        return _stopped(folder, spec, where, together=True)
+    except KeyboardInterrupt:
+        return _stopped(folder, spec, where, together=False)
+    except SystemExit as stop:  # Lightning's way out of a Ctrl-C inside a step
+        if not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
+        return _stopped(folder, spec, where, together=False)
+    if where.rank == 0:
+        log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
+        log.info("logs:       %s", attempt)
+        log.info("metrics:    %s", folder.metrics)
+        log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
+    states.RankState(rank=where.rank, state=states.DONE).write(attempt)
+    _wait_for_all()
+    return 0
+
+
+def _stopped(folder: RunDir, spec: RunSpec, where: Place, *, together: bool) -> int:
+    if where.rank == 0:
+        what = f"resume with: {spec.resume_command}" if folder.whole_checkpoints() else "there is no checkpoint yet"
+        log.warning("stopped by Ctrl-C; %s", what)
+    state = states.RankState(rank=where.rank, state=states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
+    state.write(folder.attempt(spec.attempt))
+    if together:
+        _wait_for_all()
+    return EXIT_INTERRUPTED
+
+
+def _wait_for_all() -> None:
+    """A starter kills the others when the first rank is gone: leave when all have said their last word."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def _last_word(attempt: Path, rank: int) -> Iterator[None]:
+    """Keep what becomes of this rank where its launcher finds it."""
+    states.RankState(rank=rank).write(attempt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        states.RankState(rank=rank, state=states.INTERRUPTED, exit_code=EXIT_INTERRUPTED).write(attempt)
+        raise
+    except (Exception, SystemExit) as error:
+        code = error.exit_code if isinstance(error, ProjectError) else EXIT_RUN
+        text = error.explain() if isinstance(error, ProjectError) else traceback.format_exc()
+        logging.getLogger("rank").info("failed:\n%s", text)
+        states.RankState(rank=rank, state=states.FAILED, exit_code=code, error=text).write(attempt)
+        raise
+
+
+def _settle(folder: RunDir) -> Place:
+    """Find this rank's place, and give every library the same variables for it.
+
+    Raises:
+        UserError: the starter made another number of ranks than the run was written for.
+    """
+    for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
+        os.environ.setdefault(row["key"], row["value"])
+    plan = fit.planned(folder.spec())
+    where = place.find(os.environ, plan.devices)
+    if where.world_size != plan.devices * plan.num_nodes:
+        raise UserError(
+            "another number of ranks than the run was written for",
+            expected=f"{plan.devices * plan.num_nodes} = {plan.num_nodes} node(s) x {plan.devices} device(s)",
+            found=f"{where.world_size} from {where.started_by}",
+            do=f"start {plan.devices * plan.num_nodes}, or write the run anew with --devices and --nodes",
+        )
+    place.settle(os.environ, where)
+    return where
+
+
+def main(argv: list[str]) -> int:
+    """One rank from start to end.
+
+    Returns:
+        its exit code.
+    """
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # how mpirun passes Ctrl-C on, here before training
+    path = Path(argv[0])
+    folder = RunDir(path.name, path.parent)
+    try:
+        if folder.spec().executor == "slurm":
+            shield.raise_()
+        where = _settle(folder)
+        logs.console(where.rank, folder.attempt(folder.spec().attempt + where.restarts) / "console.log")
+        return train(folder, where)
+    except ProjectError as error:
+        print(f"error: {error.explain()}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    finally:
+        shield.end_children()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What a finished run says of itself: report.html and passport.json."""

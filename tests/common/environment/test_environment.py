@@ -1,0 +1,225 @@
+"""Environment sets: merge order, conditions, export to a real shell, files, and a VCCL that is one or is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.environment import merge as env
+from common.environment import show as env_show
+from common.environment import vccl
+from common.environment.sets import BASE, NOT_SET, ONLY_IF, SETS, TIERS, TIMEOUT
+from common.errors import UserError
+from recipes import registry
+from recipes.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[3]
+gcc = pytest.mark.skipif(not shutil.which("gcc"), reason="SKIPPED FOR LACK OF gcc: VCCL libraries are not built")
+
+
+def _plan(**changes: Any) -> Plan:
+    return dataclasses.replace(registry.resolve("qwen25_500m").plan, **changes)
+
+
+def _values(name: str, plan: Plan | None = None, **environ: str) -> dict[str, tuple[str, str]]:
+    return {s.key: (s.value, s.source) for s in env.resolve(name, environ, plan) if not s.only_if}
+
+
+def test_later_layers_win_and_the_user_last() -> None:
+    assert _values("dual")[TIMEOUT] == ("600", "base")
+    assert _values("dual+prod")[TIMEOUT] == ("1800", "prod") == _values("prod+dual")[TIMEOUT]
+    assert _values("dual+prod", **{TIMEOUT: "77"})[TIMEOUT] == ("77", "user")
+
+
+def test_a_set_does_not_hide_gpus_that_the_run_needs(tmp_path: Path) -> None:
+    assert _values("dual", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0,1", "dual")
+    assert _values("dual", _plan(devices=4))["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3", "dual")
+    assert _values("official+lean", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0,1", "lean")
+    (tmp_path / "mine.env").write_text("CUDA_VISIBLE_DEVICES=3")
+    mine = str(tmp_path / "mine.env")
+    assert _values(f"dual+{mine}", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("3", mine)  # the user's own
+    assert _values("official", _plan(devices=2))["CUDA_VISIBLE_DEVICES"] == ("0", "official")  # preflight refuses
+    assert _values("cpu", _plan(devices=2, accelerator="cpu"))["CUDA_VISIBLE_DEVICES"] == ("", "cpu")
+
+
+def test_every_key_has_a_reason_and_no_verdict_contradicts_a_set() -> None:
+    tables = [BASE, *SETS.values(), *TIERS.values()]
+    assert all(len(reason) > 10 for table in tables for _, reason in table.values())
+    assert not {key for table in tables for key in table} & set(NOT_SET)
+    documented = (
+        "USE_LIBUV TORCHELASTIC_USE_AGENT_STORE MASTER_ADDR MASTER_PORT WORLD_SIZE PYTORCH_CUDA_ALLOC_CONF "
+        "OMP_NUM_THREADS WANDB_MODE NCCL_PASS_SM NCCL_CUMEM_ENABLE NCCL_ENABLE_FAULT_TOLERANCE "
+        "NCCL_TELEMETRY_ENABLE NCCL_PXN_DISABLE NCCL_IB_HCA NCCL_SHM_DISABLE NCCL_DEBUG LD_LIBRARY_PATH"
+    )
+    for key in documented.split():
+        assert env_show.verdict_on(key), key
+
+
+@pytest.mark.parametrize(
+    ("changes", "connections", "margin"),
+    [
+        ({}, False, False),
+        ({"devices": 2}, False, True),
+        ({"devices": 2, "tensor_parallel": 2}, True, False),
+        ({"devices": 2, "context_parallel": 2}, True, False),
+        ({"devices": 2, "pipeline_parallel": 2}, False, False),
+        ({"devices": 4, "tensor_parallel": 2}, True, True),
+    ],
+)
+def test_keys_for_a_parallelism_are_set_only_with_it(changes: dict[str, int], connections: bool, margin: bool) -> None:
+    environ: dict[str, str] = {}
+    env.apply("multinode-ib", environ, _plan(**changes))
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environ) == connections
+    assert ("NVTE_FWD_LAYERNORM_SM_MARGIN" in environ) == margin
+    environ.clear()
+    env.apply("official", environ, _plan(**changes))
+    assert set(ONLY_IF) & set(SETS["official"]) <= set(environ)  # documented as it is, whatever the run
+
+
+def test_threads_wait_awake_only_where_a_rank_is_alone() -> None:
+    for ranks, yours, found in (
+        (1, {}, {"GOMP_SPINCOUNT": "3000"}),
+        (2, {}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+        (1, {"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
+    ):
+        environ = dict(yours)
+        env.apply("cpu", environ, _plan(devices=ranks))
+        assert {key: environ[key] for key in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if key in environ} == found
+
+
+def test_wrong_values_are_refused() -> None:
+    for name, environ, text in (
+        ("dual+dev+prod", {}, "two tiers"),
+        ("dual", {TIMEOUT: "soon"}, "not a time"),
+        ("dual", {TIMEOUT: "0"}, "not a time"),
+        ("dual", {"CPT_PROCESS_GROUP_BACKEND": "mpi"}, "no backend"),
+        ("vccl", {"NCCL_ENABLE_FAULT_TOLERANCE": "1"}, "exclude each other"),
+        ("vccl-ft", {}, "NICs by name"),
+        ("dual+./nowhere.env", {}, "cannot read"),
+        ("", {}, "unknown environment set"),
+    ):
+        with pytest.raises(UserError, match=text):
+            env.resolve(name, environ)
+
+
+def test_export_sets_the_same_values_in_a_real_shell(tmp_path: Path) -> None:
+    nasty = "a b'; touch pwned; $(touch pwned) `touch pwned` \"#x"
+    environ = {"PATH": os.environ["PATH"], "NCCL_DEBUG": nasty}
+    text = "\n".join(env.export_lines(env.resolve("dual+prod", environ)))
+    shell = f"{text}\n{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+    done = subprocess.run(["sh", "-c", shell], env={}, cwd=tmp_path, capture_output=True, text=True, check=True)
+    import json
+
+    found = json.loads(done.stdout)
+    assert not (tmp_path / "pwned").exists()
+    for s in env.resolve("dual+prod", environ):
+        assert found.get(s.key) == (None if s.only_if else s.value)
+    file = tmp_path / "mine.env"
+    file.write_text(text)
+    with pytest.raises(UserError, match="mine.env:"):  # the nasty value has a $ in it: not read, not run
+        env.layers(str(file))
+    file.write_text("\n".join(line for line in text.splitlines() if "NCCL_DEBUG" not in line))
+    assert _values(f"lean+{file}")["OMP_NUM_THREADS"] == ("4", str(file))
+
+
+@pytest.mark.parametrize(
+    "line", ["rm -rf /", "export A=$HOME", "export A=`id`", "export A=b c", "A='b", "export A=b;id", "export A=b>x"]
+)
+def test_a_file_with_anything_but_plain_values_is_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "x.env").write_text(line + "\n")
+    with pytest.raises(UserError, match="x.env:1"):
+        env.layers(str(tmp_path / "x.env"))
+
+
+def _library(folder: Path, *, text: str = "2.26.6", number: int = 22606, own: bool = True, body: str = "") -> Path:
+    """A real shared library with NCCL's entry points, of the version that it is told to claim."""
+    functions = " ".join(f"int {name}(void) {{ return 0; }}" for name in ("ncclAllReduce", "ncclCommInitRank"))
+    functions += " int ncclSend(void) { return 0; } int ncclRecv(void) { return 0; }"
+    marks = f'const char *v = "NCCL version {text}+cuda12.4"; const char *o = "{"NCCL_PASS_SM" if own else "x"}";'
+    source = folder / "nccl.c"
+    source.write_text(f"{marks} {functions} int ncclGetVersion(int *v) {{ *v = {number}; return 0; }} {body}")
+    target = folder / "libnccl.so.2"
+    command = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", "-o", str(target), str(source)]
+    subprocess.run(command, check=True)
+    return target
+
+
+@gcc
+def test_a_vccl_is_found_read_and_put_first(tmp_path: Path) -> None:
+    target = _library(tmp_path)
+    assert vccl.inspect(target) == vccl.Library(target, "2.26.6")
+    environ = {"LD_LIBRARY_PATH": f"/usr/lib:{tmp_path}", "LD_PRELOAD": "libother.so"}
+    found = {s.key: s for s in env.resolve("vccl", environ)}
+    assert found["LD_LIBRARY_PATH"].value == f"{tmp_path}:/usr/lib"
+    assert found["LD_PRELOAD"].value == f"{target}:libother.so"
+    assert "2.26.6" in found["LD_PRELOAD"].reason
+    named = {s.key: s.value for s in env.resolve("vccl", {"VCCL_LIBRARY": str(tmp_path)})}
+    assert named["LD_PRELOAD"] == named["VCCL_LIBRARY"] == str(target)
+
+
+@gcc
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"own": False}, "plain NCCL, not VCCL"),
+        ({"text": "2.21.5"}, "versions disagree"),
+        ({"body": "__attribute__((constructor)) void f(void) { __builtin_trap(); }"}, "cannot be loaded"),
+        ({"body": "extern int not_there(void); int f(void) { return not_there(); }"}, "cannot be loaded"),
+    ],
+)
+def test_a_library_that_is_not_what_it_says_is_refused(kwargs: dict[str, Any], text: str, tmp_path: Path) -> None:
+    target = _library(tmp_path, **kwargs)
+    with pytest.raises(UserError, match=text):
+        env.resolve("vccl", {"VCCL_LIBRARY": str(target), "LD_BIND_NOW": "1"})
+    with pytest.raises(UserError, match="no VCCL library found"):
+        vccl.find({"LD_LIBRARY_PATH": str(tmp_path)})
+
+
+def test_no_vccl(tmp_path: Path) -> None:
+    (tmp_path / "libnccl.so.2").write_text("#!/bin/sh")
+    for environ, text in (
+        ({"VCCL_LIBRARY": str(tmp_path)}, "not a shared library"),
+        ({"VCCL_LIBRARY": str(tmp_path / "nowhere")}, "no VCCL library found"),
+    ):
+        with pytest.raises(UserError, match=text):
+            vccl.find(environ)
+
+
+@gcc
+def test_the_command_starts_again_with_the_library_mapped(tmp_path: Path) -> None:
+    """A process cannot preload a library into itself; the second one has it, and starts only once."""
+    target = _library(tmp_path)
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from common.environment import merge as env, vccl
+print("start", flush=True)
+before = dict(os.environ)
+env.restart_with_preloads(env.apply("vccl", os.environ), before)
+print(vccl.mapped(os.environ["VCCL_LIBRARY"]), os.environ["NCCL_PASS_SM"], sys.argv[1:])
+"""
+    script = tmp_path / "command.py"
+    script.write_text(code)
+    environ = {"PATH": os.environ["PATH"], "VCCL_LIBRARY": str(tmp_path)}
+    done = subprocess.run([sys.executable, script, "a b"], env=environ, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["start", "start", "None 1 ['a b']"], done.stderr
+    assert vccl.mapped(str(target)) is not None
+
+
+def test_the_sets_are_recorded() -> None:
+    """Every key, value and reason: changed on purpose only."""
+    lines = []
+    for name, table in [("base", BASE), *SETS.items(), *TIERS.items()]:
+        lines += [f"{name}: {key}={value}  # {reason}" for key, (value, reason) in table.items()]
+    golden = ROOT / "tests" / "goldens" / "env_sets.txt"
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(text)
+    assert golden.read_text() == text

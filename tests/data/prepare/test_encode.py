@@ -1,0 +1,172 @@
+"""Tokenizers: identity, the end-of-document id, and the same ids from gigatoken as from the HF tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from data.prepare.encode import Encoder, EncoderSpec, why_not_gigatoken
+from data.sample import train_tokenizer
+from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens
+
+VOCAB_SIZE = 320
+PROSE = [
+    f"The {word} of line {number} isn't in any other; café, naïve, 日本語 and 👩‍👩‍👧 are, it's 3.14!\n\n\tdef f(x):\r\n"
+    for number, word in enumerate(["river", "stone", "cloud", "winter", "engine", "garden", "letter", "mirror"] * 30)
+]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2-like tokenizer: NFC, Qwen's splitting, byte-level BPE, `<|endoftext|>` as eos and pad."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer({"prose": PROSE}, vocab_size=VOCAB_SIZE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def spec(tokenizer_dir: Path) -> EncoderSpec:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    specials = tuple(special_tokens(tokenizer))
+    return EncoderSpec(backend_json(tokenizer), len(tokenizer), specials, "plain", "gigatoken")
+
+
+def encode(encoder: Encoder, texts: list[str]) -> list[list[int]]:
+    ids, lengths = encoder.encode(texts, [text.encode() for text in texts])
+    found, start = [], 0
+    for length in lengths.tolist():
+        found.append(ids[start : start + length].tolist())
+        start += length
+    assert start == len(ids)
+    return found
+
+
+def test_fingerprint_knows_a_copy_and_sees_a_change(tokenizer_dir: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    before = fingerprint(tokenizer)
+    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
+    assert tokenizer.backend_tokenizer.padding is not None
+    tokenizer.save_pretrained(tmp_path / "copy")
+    assert fingerprint(tokenizer) == fingerprint(load_tokenizer(tmp_path / "copy")) == before
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert fingerprint(tokenizer) != before
+
+
+def test_end_of_document_is_endoftext_then_eos_then_an_error(tokenizer_dir: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+    assert eod_id(tokenizer) == VOCAB_SIZE - 1 != tokenizer.eos_token_id
+    from transformers import PreTrainedTokenizerFast
+
+    from data.sample import byte_level_bpe
+
+    with pytest.raises(UserError, match="no token that ends a document"):
+        eod_id(PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe()))
+
+
+def test_slow_only_and_unknown_tokenizers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(UserError, match="only a slow tokenizer"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="no such folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="huggingface-cli download nobody/nothing"):
+        load_tokenizer("nobody/nothing")
+
+
+def needs_gigatoken(spec: EncoderSpec) -> None:
+    if reason := why_not_gigatoken(spec):
+        pytest.skip(reason)
+
+
+ODD = [
+    "\u0301",
+    "e\u0301",
+    "\u07f3\u07fd",
+    "\u0f71\u0f72",
+    "ᄀ가",
+    "Å",
+    "\u212b",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "日本",
+    "\u200d",
+    "\ufeff",
+    "٣",
+    "²",
+]
+TEXTS = st.lists(
+    st.one_of(
+        st.text(),
+        st.text(st.characters(categories=["Mn", "Mc", "Lo", "Nd", "No", "Zs", "Cf"])),
+        st.lists(st.sampled_from([*ODD, " ", "\n", "\r\n", "\t", "it's", "a", "7", "<|endoftext|>", "\x00"])).map(
+            "".join
+        ),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def test_gigatoken_path_equals_hf_on_any_unicode(spec: EncoderSpec) -> None:
+    """Also documents that the sample does not look at: the sample is switched off here."""
+    needs_gigatoken(spec)
+    fast, slow = Encoder(spec), Encoder(replace(spec, fast="hf"))
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(TEXTS)
+    def check(texts: list[str]) -> None:
+        assert encode(fast, texts) == encode(slow, texts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.encode.choose_sample", lambda *_: [])
+        check()
+    assert fast.counts.batches_redone == 0 < fast.counts.documents_by_hf
+
+
+def test_special_text_is_plain_by_default_and_a_token_on_request(spec: EncoderSpec) -> None:
+    text, eod = "a page on <|endoftext|> markers", VOCAB_SIZE - 1
+    transformers_default = Encoder(replace(spec, special_text="control", fast="hf"))
+    assert eod in encode(transformers_default, [text])[0]
+    for fast in ("hf", "gigatoken"):
+        if fast == "gigatoken":
+            needs_gigatoken(spec)
+        plain = Encoder(replace(spec, fast=fast))
+        assert eod not in encode(plain, [text, "nothing here"])[0]
+        assert plain.counts.special_text_documents == 1
+        control = Encoder(replace(spec, fast=fast, special_text="control"))
+        assert encode(control, [text]) == encode(transformers_default, [text])
+
+
+class Lying:
+    """A fast tokenizer that gets one document wrong, or fails outright."""
+
+    def __init__(self, real: Any, wrong: bytes | None) -> None:
+        self.real, self.wrong = real, wrong
+
+    def encode_batch(self, raw: list[bytes], parallel: bool) -> Any:
+        if self.wrong is None:
+            raise RuntimeError("unsupported")
+        return self.real.encode_batch([b"other" if text == self.wrong else text for text in raw], parallel=parallel)
+
+    def encode(self, text: str) -> Any:
+        return self.real.encode(text)
+
+
+@pytest.mark.parametrize("wrong", [None, "the longest of all documents, 日本語".encode()])
+def test_a_batch_that_differs_from_the_oracle_is_redone(spec: EncoderSpec, wrong: bytes | None) -> None:
+    needs_gigatoken(spec)
+    texts = [*PROSE[:70], "the longest of all documents, 日本語"]
+    encoder = Encoder(spec)
+    encoder._giga = Lying(encoder._giga, wrong)
+    assert encode(encoder, texts) == encode(Encoder(replace(spec, fast="hf")), texts)
+    assert encoder.counts.batches_redone == 1

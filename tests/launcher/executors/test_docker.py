@@ -1,0 +1,189 @@
+"""A real dockerd builds the Dockerfile on a stand-in for NVIDIA's image, and `--executor docker` trains in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+BASE = "nvcr.io/nvidia/nemo:25.04"
+BUILT = "qwen25-cpt:test"
+
+
+@pytest.fixture(scope="module")
+def dockerd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment in which this daemon is found; host network, no bridge."""
+    missing = [name for name in ("dockerd", "containerd", "mmdebstrap") if not shutil.which(name)]
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"NO DOCKER HERE: {', '.join(missing) + ' not installed' if missing else 'needs root'}")
+    folder = tmp_path_factory.mktemp("dockerd")
+    env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/docker.sock"}
+    words = [f"--host=unix://{folder}/docker.sock", f"--data-root={folder}/data", f"--exec-root={folder}/exec"]
+    words += [f"--pidfile={folder}/pid", "--iptables=false", "--ip6tables=false", "--bridge=none"]
+    with (folder / "log").open("w") as out:
+        daemon = subprocess.Popen(["dockerd", *words], stdout=out, stderr=out)
+    try:
+        _wait_for_daemon(env["DOCKER_HOST"], daemon, folder / "log")
+        yield env
+    finally:
+        daemon.terminate()
+        daemon.wait(timeout=30)
+
+
+def _wait_for_daemon(host: str, daemon: subprocess.Popen[bytes], said: Path) -> None:
+    import docker
+
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and daemon.poll() is None:
+        try:
+            docker.DockerClient(base_url=host).ping()
+            return
+        except Exception:
+            time.sleep(0.3)
+    pytest.skip(f"NO DOCKER HERE: dockerd does not come up:\n{said.read_text()[-800:]}")
+
+
+@pytest.fixture(scope="module")
+def image(dockerd: dict[str, str], checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Our Dockerfile, built on Debian under NVIDIA's name; what its pip installs lies in that base."""
+    import docker
+
+    folder = tmp_path_factory.mktemp("base")
+    wheels = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--dest",
+        str(folder / "wheels"),
+        "gigatoken==0.10.0",
+    ]
+    subprocess.run(wheels, check=True, capture_output=True)
+    (folder / "pip.conf").write_text("[global]\nno-index = true\nno-deps = true\nfind-links = /wheels\n")
+    release = dict(row.split("=", 1) for row in Path("/etc/os-release").read_text().splitlines() if "=" in row)
+    suite = release["VERSION_CODENAME"]
+    hooks = [f"copy-in {folder}/wheels /", f"upload {folder}/pip.conf /etc/pip.conf"]
+    hooks.append('rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED')
+    command = ["mmdebstrap", "--variant=minbase", "--include=python3,python3-pip,python-is-python3", "--quiet"]
+    command += [f"--customize-hook={hook}" for hook in hooks]
+    made = subprocess.run([*command, suite, str(folder / "base.tar")], capture_output=True, text=True)
+    if made.returncode != 0:
+        pytest.skip(f"NO STAND-IN IMAGE: mmdebstrap {suite}: {made.stderr[-500:]}")
+    client = docker.DockerClient(base_url=dockerd["DOCKER_HOST"], timeout=300)
+    name, tag = BASE.rsplit(":", 1)
+    client.api.import_image_from_file(str(folder / "base.tar"), repository=name, tag=tag)
+    client.images.build(path=str(checkout), tag=BUILT, network_mode="host", rm=True)
+    return BUILT
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this checkout: the launcher mounts the folder in which it is called."""
+    target = tmp_path_factory.mktemp("checkout")
+    files = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(files, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+def _command(checkout: Path, image: str, sample: Path, *words: str) -> list[str]:
+    """The stand-in has no NeMo: this test's own environment is mounted into it, where it lies here."""
+    prefixes = {sys.prefix, sys.base_prefix} - {"/usr"}
+    mounts = [f"{prefix}:{prefix}:ro" for prefix in sorted(prefixes)] + [f"{sample}:{sample}:ro"]
+    file = {
+        "image": image,
+        "devices_per_node": 2,
+        "python": sys.executable,
+        "mounts": mounts,
+        "docker": {"network": "host"},
+    }
+    (checkout / "cluster.yaml").write_text(json.dumps(file))
+    start = [
+        sys.executable,
+        "launch.py",
+        "--recipe",
+        "qwen25_tiny",
+        "--executor",
+        "docker",
+        "--cluster",
+        "cluster.yaml",
+    ]
+    paths = [f"data.paths={sample / 'prose'}", "data.index_mapping_dir=cache"]
+    return [*start, *words, *paths, "trainer.log_every_n_steps=1", "trainer.val_check_interval=1000"]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_ranks_train_in_the_image(dockerd: dict[str, str], image: str, checkout: Path, sample: Path) -> None:
+    words = ("--name", "box", "--devices", "2", "trainer.max_steps=4")
+    command = _command(checkout, image, sample, *words)
+    done = subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in _rows(checkout / "runs/box/metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+    assert {path.name for path in (checkout / "runs/box/logs/attempt-1").glob("rank-*.log")} == {
+        "rank-0.log",
+        "rank-1.log",
+    }
+    assert "step 4/4" in done.stderr and "docker rm -f box" in done.stderr
+    import docker
+
+    left = docker.DockerClient(base_url=dockerd["DOCKER_HOST"]).containers.list(all=True)
+    assert left == []  # --rm
+
+
+def test_the_image_holds_the_project(dockerd: dict[str, str], image: str) -> None:
+    import docker
+
+    client = docker.DockerClient(base_url=dockerd["DOCKER_HOST"])
+    listed = client.containers.run(image, ["ls", "/workspace"], network_mode="host", remove=True).decode().split()
+    assert {"launch.py", "recipes", "runtime", "docs"} <= set(listed) and not {".venv", "runs"} & set(listed)
+    client.containers.run(image, ["python", "-c", "import gigatoken"], network_mode="host", remove=True)
+
+
+def test_a_failing_rank_fails_the_command(dockerd: dict[str, str], image: str, checkout: Path, sample: Path) -> None:
+    (checkout / "taken").write_text("a file where the ranks want a folder")
+    command = _command(checkout, image, sample, "--name", "bad", "trainer.max_steps=4")
+    command = [word.replace("=cache", "=taken") for word in command]
+    done = subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stderr
+    said = done.stderr[done.stderr.index("failed first") :]
+    assert "Traceback" in said and "taken" in said
+
+
+def test_ctrl_c_saves(dockerd: dict[str, str], image: str, checkout: Path, sample: Path, tmp_path: Path) -> None:
+    command = _command(checkout, image, sample, "--name", "stopped", "--devices", "2")
+    with (tmp_path / "said").open("w") as out:
+        launcher = subprocess.Popen(command, cwd=checkout, env=dockerd, stderr=out)
+    deadline = time.monotonic() + 120
+    while "step 3/" not in (tmp_path / "said").read_text():
+        assert time.monotonic() < deadline and launcher.poll() is None, (tmp_path / "said").read_text()
+        time.sleep(0.2)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(timeout=120) == 130, (tmp_path / "said").read_text()
+    assert len(list((checkout / "runs/stopped/checkpoints").glob("step-*"))) == 1
+    assert "--name stopped --resume" in (tmp_path / "said").read_text()
+
+
+def test_what_is_missing_is_said(dockerd: dict[str, str], checkout: Path, sample: Path) -> None:
+    command = _command(checkout, "no-such-image:1", sample, "--name", "none", "trainer.max_steps=4")
+    done = subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "there is no image no-such-image:1" in done.stderr, done.stderr
+    away = {**dockerd, "DOCKER_HOST": "unix:///nowhere.sock"}
+    done = subprocess.run(command, cwd=checkout, env=away, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "Docker does not answer" in done.stderr, done.stderr

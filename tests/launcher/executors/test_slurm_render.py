@@ -1,0 +1,59 @@
+"""The batch script: recorded, and without the two faults of nemo_run 0.4.0 that the renderer works around."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from launcher.cluster_file import load
+from launcher.executors.slurm_render import _executor, render
+from tests.launcher.executors.jobs import job
+
+ROOT = Path(__file__).resolve().parents[3]
+GOLDENS = ROOT / "tests" / "goldens" / "cluster"
+
+
+@pytest.mark.parametrize("name", ["slurm", "slurm-container"])
+def test_script_is_the_recorded_one(name: str) -> None:
+    cluster = load(ROOT / "docs" / "clusters" / f"{name}.yaml")
+    if cluster.workdir is None:
+        cluster = cluster.model_copy(
+            update={"workdir": "/home/me/qwen25", "python": "/home/me/qwen25/.venv/bin/python"}
+        )
+    script = render(job(cluster, num_nodes=2, devices=8), cluster, "runs/my-run/slurm")
+    golden = GOLDENS / f"{name}.sbatch"
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(script)
+    assert script == golden.read_text()
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
+    """If this fails, NeMo-Run has mended itself: slurm_render.py can lose its subclass and its own quoting."""
+    from nemo_run.core.execution.slurm import SlurmBatchRequest
+
+    cluster = load(ROOT / "docs" / "clusters" / "slurm.yaml")
+    executor = _executor(job(cluster), cluster, "runs/my-run/slurm")
+    executor.setup_lines, executor.env_vars, executor.srun_args = None, {"no_proxy": "a b; c"}, ["--x=a b; c"]
+    stock = SlurmBatchRequest(
+        cmd=["sbatch"], jobs=["j"], command_groups=[["true"]], slurm_config=executor, max_retries=0, extra_env={}
+    ).materialize()
+    assert "--container-mounts" in stock and "--container-workdir" in stock
+    assert "export NO_PROXY=a b; c" in stock
+    assert "--x=a b; c" in stock
+
+
+def test_too_large_a_run_is_refused() -> None:
+    from launcher.executors.on_cluster import checked
+
+    cluster = load(ROOT / "docs" / "clusters" / "slurm.yaml")
+    with pytest.raises(UserError, match="more nodes than"):
+        checked(job(cluster, num_nodes=3))
+    with pytest.raises(UserError, match="more devices_per_node than"):
+        checked(job(cluster, devices=9))
+    with pytest.raises(UserError, match="--cluster FILE"):
+        checked(job(None))

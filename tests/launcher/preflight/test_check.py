@@ -1,0 +1,117 @@
+"""Preflight on real prepared folders: every finding says expected, found and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.rundir import RunDir
+from launcher.preflight import check as preflight
+from recipes import registry
+from recipes.plan import Plan
+
+
+@pytest.fixture
+def corpus(sample: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(sample / "prose", tmp_path / "corpus"))
+
+
+def _check(corpus: Path, **changes: Any) -> list[preflight.Finding]:
+    plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=str(corpus), **changes)
+    return preflight.check(plan, RunDir("run", corpus.parent / "runs"))
+
+
+def _only(findings: list[preflight.Finding], fatal: bool = True) -> str:
+    assert [f.fatal for f in findings] == [fatal], [str(f.problem) for f in findings]
+    problem = findings[0].problem
+    assert problem.expected and problem.found and problem.do
+    return str(problem)
+
+
+def test_a_good_plan_has_no_findings(corpus: Path) -> None:
+    assert _check(corpus) == []
+
+
+def test_missing_files(corpus: Path) -> None:
+    (corpus / "train.idx").unlink()
+    assert "train.idx" in _only(_check(corpus))
+    (corpus / "validation.bin").unlink()
+    assert len(_check(corpus)) == 2  # all at once
+    assert "no prepared corpus" in _only(_check(corpus.parent / "nowhere"))
+
+
+def test_truncated_bin_and_idx(corpus: Path) -> None:
+    with (corpus / "train.bin").open("r+b") as stream:
+        stream.truncate(1000)
+    assert "train.bin" in _only(_check(corpus))
+    with (corpus / "train.idx").open("r+b") as stream:
+        stream.truncate(30)
+    assert "train.idx" in _only(_check(corpus))
+
+
+def test_numbers(corpus: Path) -> None:
+    assert "do this: data.global_batch_size=6" in _only(_check(corpus, global_batch_size=7, micro_batch_size=3))
+    assert "sequence length is not the model's" in _only(_check(corpus, model_seq_length=128))
+    assert "model-parallel groups" in _only(_check(corpus, tensor_parallel=2))
+    assert "must be positive" in _only(_check(corpus, micro_batch_size=0))
+    assert "must be positive" in _only(_check(corpus, val_check_interval=0))
+    odd = dataclasses.replace(registry.resolve("qwen25_tiny").plan.shape, num_attention_heads=3)
+    assert "not divisible" in str(_check(corpus, shape=odd)[0].problem)
+
+
+def test_a_sequence_longer_than_a_split(corpus: Path) -> None:
+    findings = _check(
+        corpus, seq_length=65536, model_seq_length=65536, max_steps=1, warmup_steps=0, val_check_interval=1
+    )
+    assert {"validation", "test"} <= {str(f.problem).split()[1] for f in findings if f.fatal}
+
+
+def test_schedule_warnings_do_not_stop_a_run(corpus: Path) -> None:
+    assert "warm-up is longer" in _only(_check(corpus, warmup_steps=500), fatal=False)
+    assert "validation interval is longer" in _only(_check(corpus, val_check_interval=500), fatal=False)
+    assert "more than four times" in _only(_check(corpus, max_steps=5000), fatal=False)
+
+
+def test_tokenizer_larger_than_the_vocabulary(corpus: Path) -> None:
+    small = dataclasses.replace(registry.resolve("qwen25_tiny").plan.shape, vocab_size=4000)
+    assert "larger than the model's vocabulary" in _only(_check(corpus, shape=small))
+
+
+def test_the_same_prefix_for_training_and_validation(corpus: Path) -> None:
+    same = repr(
+        {"train": [str(corpus / "train")], "validation": [str(corpus / "train")], "test": [str(corpus / "test")]}
+    )
+    plan: Plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=same)
+    text = _only(preflight.check(plan, RunDir("run", corpus.parent / "runs")))
+    assert "also in validation" in text
+
+
+def test_a_malformed_dict_of_prefixes(corpus: Path) -> None:
+    for paths in ("{'validation': ['a']}", "{'train': 'a', 'validation': 'b', 'test': 'c'}"):
+        plan: Plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=paths)
+        assert "not of NeMo's form" in _only(preflight.check(plan, RunDir("run", corpus.parent / "runs")))
+
+
+def test_a_gpu_recipe_without_a_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_gpu_count", lambda: 0)
+    assert "--recipe qwen25_tiny" in _only(_check(corpus, accelerator="gpu"))
+    monkeypatch.setattr(preflight, "_gpu_count", lambda: 1)
+    assert "trainer.devices=1" in _only(_check(corpus, accelerator="gpu", devices=2, global_batch_size=16))
+
+
+def test_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 10_000_000))
+    assert "not enough disk" in _only(_check(corpus))
+    (corpus.parent / "runs").write_text("a file where the folder should be")
+    assert "cannot write" in _only(_check(corpus))
+
+
+def test_shadowed_package(corpus: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import data
+
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "site-packages" / "data" / "__init__.py"))
+    assert "shadowed" in _only(_check(corpus))

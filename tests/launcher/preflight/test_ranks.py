@@ -1,0 +1,89 @@
+"""Preflight of several ranks: cards, shared memory, the meeting port."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from typing import Any
+
+import pytest
+
+from common import machine_facts as facts
+from common.rundir import RunDir
+from launcher.preflight import check as preflight
+from launcher.preflight import ranks as preflight_many
+from recipes import registry
+from recipes.plan import Plan
+
+GB = 10**9
+
+
+def _plan(**changes: Any) -> Plan:
+    return dataclasses.replace(registry.resolve("qwen25_500m").plan, **changes)
+
+
+def _card(index: int, free: float) -> facts.Card:
+    return facts.Card(index, "NVIDIA Test", 80 * GB, int(free * GB), f"GPU-{index}{index}ab-cd", 1)
+
+
+def _told(findings: Any) -> list[tuple[bool, str]]:
+    rows = [(one.fatal, str(one.problem)) for one in findings]
+    assert all(one.problem.expected and one.problem.found and one.problem.do for one in findings)
+    return rows
+
+
+def test_memory_of_each_card_that_gets_a_rank() -> None:
+    cards = facts.Cards(visible=(_card(0, 79), _card(1, 5), _card(2, 1)))
+    assert _told(list(preflight_many.memory(_plan(devices=1), cards))) == []
+    ((fatal, text),) = _told(list(preflight_many.memory(_plan(devices=2), cards)))
+    assert fatal and "GPU 1" in text and "5.9 GB for weights" in text  # 494M x (2 + 4 + 12 / 2) bytes
+    cards = facts.Cards(visible=(_card(0, 15),))
+    ((fatal, text),) = _told(list(preflight_many.memory(_plan(), cards)))
+    assert not fatal and "20 GB for this model" in text
+
+
+def test_the_least_memory_is_sharded_as_the_plan_says() -> None:
+    one, parameters = preflight_many.least_bytes(_plan()), _plan().shape.num_parameters
+    assert one == 18 * parameters
+    assert preflight_many.least_bytes(_plan(devices=4)) == 9 * parameters
+    assert preflight_many.least_bytes(_plan(devices=2, tensor_parallel=2)) == one / 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "indices"),
+    [(None, [0, 1, 2]), ("", []), ("0", [0]), ("2,0", [2, 0]), ("1,9,0", [1]), ("GPU-22ab", [2]), ("-1", [])],
+)
+def test_visible_cards_as_cuda_counts_them(chosen: str | None, indices: list[int]) -> None:
+    every = (_card(0, 1), _card(1, 1), _card(2, 1))
+    assert [card.index for card in facts.visible(every, chosen)] == indices
+
+
+def test_shared_memory_by_size_and_by_what_is_asked() -> None:
+    def told(free: float, problem: str = "", **environ: str) -> list[bool]:
+        shm = facts.SharedMemory(int(free * 2**20), int(free * 2**20), problem)
+        return [fatal for fatal, _ in _told(list(preflight_many.shared_memory(shm, environ)))]
+
+    assert told(8192) == []
+    assert told(64) == [False]
+    assert told(0.0625) == [True] == told(8192, "Read-only file system")
+    assert told(0.0625, NCCL_SHM_DISABLE="1") == [] == told(0.0625, CPT_PROCESS_GROUP_BACKEND="gloo")
+
+
+def test_a_taken_port_is_refused_with_one_that_is_free() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        ((fatal, text),) = _told(list(preflight_many.port({"MASTER_PORT": str(taken)})))
+        assert fatal and f"port {taken} is taken" in text and "MASTER_PORT=" in text
+        assert list(preflight_many.port({"MASTER_PORT": str(taken), "RANK": "0"})) == []
+    assert list(preflight_many.port({"MASTER_PORT": str(taken)})) == []
+    assert list(preflight_many.port({})) == []
+    assert _told(list(preflight_many.port({"MASTER_PORT": "99999"})))[0][0]
+
+
+def test_a_hidden_second_gpu_is_told_with_the_set_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_gpu_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    findings = [one for one in preflight.check(_plan(devices=2), RunDir("x"), data=False) if one.fatal]
+    assert ["--env dual" in str(one.problem) for one in findings] == [True]

@@ -1,0 +1,89 @@
+"""What may change when a run is resumed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.errors import UserError
+from common.rundir import RunDir
+from launcher import resume
+from recipes import registry
+from recipes.plan import Plan
+
+GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "config" / "qwen25_tiny.yaml"
+
+
+def _changed(path: str, value: object) -> tuple[dict, dict]:
+    before = yaml.safe_load(GOLDEN.read_text())
+    now = copy.deepcopy(before)
+    owner = now
+    *steps, leaf = path.split(".")
+    for step in steps:
+        owner = owner[step]
+    owner[leaf] = value
+    return before, now
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    (
+        ("model.config.num_layers", 8),
+        ("data.seq_length", 128),
+        ("data.global_batch_size", 8),
+        ("data.paths", "corpora/other"),
+        ("optim.config.use_distributed_optimizer", True),
+    ),
+)
+def test_refused(path: str, value: object) -> None:
+    with pytest.raises(UserError, match="cannot change") as error:
+        resume.check(*_changed(path, value), Path("step-5"))
+    assert path in str(error.value)
+
+
+def test_allowed_changes_are_told() -> None:
+    assert resume.check(*_changed("trainer.max_steps", 800), Path("step-5")) == ["trainer.max_steps: 400 -> 800"]
+    assert resume.check(*_changed("log.ckpt.dirpath", "elsewhere"), Path("step-5")) == []
+
+
+def test_unfinished_checkpoints_are_set_aside(tmp_path: Path) -> None:
+    run = RunDir("r", tmp_path)
+    for step in (5, 10):
+        (run.checkpoints / f"step-{step}" / "weights").mkdir(parents=True)
+        (run.checkpoints / f"step-{step}" / "weights" / "metadata.json").touch()
+    (run.checkpoints / "step-10-unfinished").touch()
+    (run.checkpoints / "step-15-unfinished").touch()  # killed before the folder was made
+    assert [p.name for p in run.set_aside_unfinished()] == ["unfinished-step-10-after-attempt-0"]
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-5", "unfinished-step-10-after-attempt-0"]
+    assert [p.name for p in run.whole_checkpoints()] == ["step-5"]
+
+
+def _plan(**changes: object) -> Plan:
+    return dataclasses.replace(registry.resolve("qwen25_tiny").plan, **changes)
+
+
+def test_a_longer_run_must_not_reshuffle(sample: Path) -> None:
+    """Within an epoch a run can be extended; over its end only if it was laid out for that."""
+    before = yaml.safe_load(GOLDEN.read_text())
+    plan = _plan(data=str(sample / "prose"))
+    resume.check_order(before, dataclasses.replace(plan, max_steps=500), None)
+    with pytest.raises(UserError, match="another order"):
+        resume.check_order(before, dataclasses.replace(plan, max_steps=800), None)
+    before["data"]["train_steps"] = 800
+    resume.check_order(before, dataclasses.replace(plan, max_steps=800), 800)
+
+
+def test_a_corpus_prepared_again_is_noticed(sample: Path, tmp_path: Path) -> None:
+    run = RunDir("r", tmp_path)
+    run.path.mkdir()
+    now = {"c": json.loads((sample / "prose" / "manifest.json").read_text())}
+    run.data.write_text(json.dumps(now))
+    resume.check_data(run, now)
+    now["c"]["splits"]["train"]["bin_sha256"] = "0" * 64
+    with pytest.raises(UserError, match="prepared again"):
+        resume.check_data(run, now)

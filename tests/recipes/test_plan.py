@@ -1,0 +1,132 @@
+"""Plans, registry, overrides as far as they are known without NeMo, environment sets, run names."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import rundir
+from common.environment import merge as env
+from common.errors import UserError
+from common.spec import RunSpec
+from recipes import overrides, registry
+from recipes.qwen25 import QWEN25_500M, REDUCED
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "nemo", "nemo_run", "transformers", "lightning", "megatron", "numpy")
+
+
+def test_parameter_counts() -> None:
+    assert QWEN25_500M.num_parameters == 494_032_768  # the HF model card's model
+    assert REDUCED.num_parameters == 306_543_360
+    untied = dataclasses.replace(QWEN25_500M, tied=False)
+    assert untied.num_parameters - QWEN25_500M.num_parameters == 151_936 * 896
+
+
+@pytest.mark.parametrize("argv", (["--help"], ["recipes"], ["train", "--help"], ["data", "--help"]))
+def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
+    code = (
+        "import sys, launch\n"
+        f"code = launch._run({argv!r})\n"
+        f"heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "sys.exit(code or (f'imported {heavy}' if heavy else 0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "qwen25_tiny" in done.stdout or argv != ["recipes"]
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError) as error:
+        registry.resolve("qwen25_500m_singel")
+    assert "did you mean 'qwen25_500m_single'" in error.value.do
+    assert error.value.exit_code == 2
+
+
+def test_every_registered_recipe_resolves_and_says_what_it_is() -> None:
+    for name in registry.RECIPES:
+        recipe = registry.resolve(name)
+        assert recipe.__name__ == name
+        assert recipe.__doc__
+
+
+def test_overrides_reach_the_plan_early() -> None:
+    plan = registry.resolve("qwen25_500m_single").plan
+    words = ("data.micro_batch_size=2", "model.config.num_layers=8", "data.paths='corpora/x'", "optim.config.lr=1e-4")
+    changed = overrides.early(plan, words)
+    assert (changed.micro_batch_size, changed.shape.num_layers, changed.data) == (2, 8, "corpora/x")
+    assert changed.max_lr == 1e-4
+    assert changed.shape.num_parameters == 306_543_360 - 4 * 6_097_408
+
+
+@pytest.mark.parametrize("word", ("data.micro_batch_size=two", "trainer.max_steps=1.5", "--max-steps", "=3", "a b=c"))
+def test_unreadable_overrides(word: str) -> None:
+    with pytest.raises(UserError):
+        overrides.early(registry.resolve("qwen25_tiny").plan, (word,))
+
+
+def test_the_users_environment_wins_and_is_named() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    settings = {s.key: s for s in env.apply("official", environ)}
+    assert environ["NCCL_NVLS_ENABLE"] == "1"
+    assert settings["NCCL_NVLS_ENABLE"].source == "user"
+    assert settings["CUDA_VISIBLE_DEVICES"].source == "official"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_the_official_set_is_the_documented_one() -> None:
+    assert {key: value for key, (value, _) in env.SETS["official"].items()} == {
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NVTE_DP_AMAX_REDUCE_INTERVAL": "0",
+        "NVTE_ASYNC_AMAX_REDUCTION": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": "16",
+    }
+
+
+def test_unknown_environment_set() -> None:
+    with pytest.raises(UserError, match="oficial"):
+        env.apply("oficial", {})
+
+
+def _checkpoint(run: rundir.RunDir, step: int, whole: bool = True) -> None:
+    weights = run.checkpoints / f"step-{step}" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "metadata.json").write_text("{}")
+    if not whole:
+        (run.checkpoints / f"step-{step}-unfinished").touch()
+
+
+def test_run_names(tmp_path: Path) -> None:
+    spec = RunSpec(recipe="tiny")
+    assert rundir.choose(spec, tmp_path).name == "tiny"
+    (tmp_path / "tiny" / "logs" / "attempt-1").mkdir(parents=True)
+    assert rundir.choose(spec, tmp_path).name == "tiny-2"
+    with pytest.raises(UserError, match="holds a run already"):
+        rundir.choose(dataclasses.replace(spec, name="tiny"), tmp_path)
+    for bad in ("a/b", "..", " ", "/abs"):
+        with pytest.raises(UserError, match="cannot name a run"):
+            rundir.choose(dataclasses.replace(spec, name=bad), tmp_path)
+
+
+def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    spec = RunSpec(recipe="tiny", resume=True)
+    with pytest.raises(UserError, match="nothing to resume"):
+        rundir.choose(spec, tmp_path)
+    run = rundir.RunDir("tiny", tmp_path)
+    (run.logs / "attempt-1").mkdir(parents=True)
+    _checkpoint(run, 90, whole=False)
+    with pytest.raises(UserError, match="nothing to resume"):
+        rundir.choose(spec, tmp_path)
+    _checkpoint(run, 9)
+    _checkpoint(run, 80)
+    assert rundir.choose(spec, tmp_path).whole_checkpoints()[-1].name == "step-80"
+    assert run.next_attempt.name == "attempt-2"

@@ -1,0 +1,147 @@
+"""Every recipe resolved: goldens, plan and Partial agree, overrides are strict. One NeMo import for all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from launcher import build
+from recipes import overrides, registry
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDENS = ROOT / "tests" / "goldens" / "config"
+
+
+@pytest.fixture(scope="module")
+def partials() -> dict[str, Any]:
+    return {name: registry.resolve(name)() for name in registry.RECIPES}
+
+
+@pytest.mark.parametrize("name", registry.RECIPES)
+def test_golden(name: str, partials: dict[str, Any]) -> None:
+    """Changed on purpose? `UPDATE_GOLDENS=1 pytest tests/recipes` writes them anew: read the diff."""
+    golden = GOLDENS / f"{name}.yaml"
+    found = build.to_yaml(partials[name])
+    if os.environ.get("UPDATE_GOLDENS"):
+        golden.write_text(found)
+    assert found == golden.read_text()
+
+
+@pytest.mark.parametrize("name", registry.RECIPES)
+def test_plan_and_partial_agree(name: str, partials: dict[str, Any]) -> None:
+    """Preflight reads the plan, training the Partial: they must be the same numbers."""
+    for path, value in registry.resolve(name).plan.values().items():
+        owner: Any = partials[name]
+        for step in path.split("."):
+            owner = getattr(owner, step)
+        assert owner == value, path
+    assert partials[name].trainer.accelerator == registry.resolve(name).plan.accelerator
+
+
+def test_the_single_gpu_recipe_is_the_documented_one(partials: dict[str, Any]) -> None:
+    recipe = partials["qwen25_500m_single"]
+    config, data, strategy = recipe.model.config, recipe.data, recipe.trainer.strategy
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (12, 768, 2048)
+    assert (config.num_attention_heads, config.num_query_groups) == (12, 2)
+    assert (data.seq_length, data.micro_batch_size, data.global_batch_size) == (2048, 1, 4)
+    assert (data.num_workers, data.pin_memory) == (2, True)
+    assert (recipe.trainer.devices, recipe.trainer.num_nodes) == (1, 1)
+    assert strategy.tensor_model_parallel_size == strategy.pipeline_model_parallel_size == 1
+    assert strategy.context_parallel_size == 1
+
+
+def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
+    recipe = copy.deepcopy(partials["qwen25_tiny"])
+    lines = overrides.apply(
+        recipe,
+        (
+            "data.micro_batch_size=2",
+            "optim.config.lr=0.001",
+            "trainer.max_steps*=2",
+            "data.paths=corpora/x y",
+            "data.index_mapping_dir=/tmp/cache",
+            "log.ckpt.keep_last=5",
+            "data.eod_mask_loss=True",
+            "trainer.devices=2",  # Union[list[int], str, int] upstream
+            "model.config.init_method_std=0.05",  # annotated int upstream
+        ),
+    )
+    assert lines[0] == "data.micro_batch_size: 4 -> 2"
+    assert (recipe.data.micro_batch_size, recipe.optim.config.lr, recipe.trainer.max_steps) == (2, 0.001, 800)
+    assert (recipe.data.paths, recipe.data.index_mapping_dir) == ("corpora/x y", "/tmp/cache")
+    assert (recipe.log.ckpt.keep_last, recipe.data.eod_mask_loss) == (5, True)
+    assert recipe.model.config.init_method_std == 0.05
+    assert recipe.trainer.devices == 2
+    overrides.apply(recipe, ("data.paths={'train': ['a'], 'validation': ['b'], 'test': ['c']}",))
+    assert recipe.data.paths["validation"] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    (
+        ("data.micro_batch=2", "did you mean data.micro_batch_size"),
+        ("data.micro_batch_sise=2", "did you mean data.micro_batch_size"),
+        ("trainer.strategy.gradient_as_bucket_view=True", ""),  # stock NeMo swallows it
+        ("trainer.strategy.tensor_parallel=2", "tensor_model_parallel_size"),
+        ("modle.config.num_layers=8", "did you mean model.config.num_layers=...?"),
+        ("model.config.num_layers.x=8", "--dryrun prints"),
+        ("trainer.callbacks[7].x=3", "--dryrun prints"),
+        ("data.micro_batch_size=two", "value of that type"),
+        ("data.eod_mask_loss=maybe", "value of that type"),
+    ),
+)
+def test_wrong_overrides(word: str, hint: str, partials: dict[str, Any]) -> None:
+    recipe = copy.deepcopy(partials["qwen25_tiny"])
+    with pytest.raises(UserError) as error:
+        overrides.apply(recipe, (word,))
+    assert hint in error.value.do
+    assert build.to_yaml(recipe) == build.to_yaml(partials["qwen25_tiny"])
+
+
+def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
+    """As a user runs it: YAML on standard output, everything else on standard error, files written."""
+    import yaml
+
+    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_single", "--dryrun"]
+    done = subprocess.run([*command, "trainer.max_steps=150"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    config = yaml.safe_load(done.stdout)
+    assert config["trainer"]["max_steps"] == 150
+    assert config["model"]["config"]["num_layers"] == 12
+    assert "306,543,360 parameters" in done.stderr
+    run = tmp_path / "runs" / "qwen25_500m_single"
+    assert (run / "config.yaml").read_text() == done.stdout
+    keys = {row["key"] for row in json.loads((run / "env.json").read_text())}
+    assert "NCCL_NVLS_ENABLE" in keys
+    assert (run / "command.txt").read_text().rstrip().endswith("trainer.max_steps=150")
+
+
+def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel: the graph, sums after it. Tensor and pipeline parallel: no graph, sums stay overlapped."""
+    from types import SimpleNamespace
+
+    from recipes.build.levers import with_speed
+    from training.fast import graph
+
+    dual, multinode = (registry.resolve(name)() for name in ("qwen25_500m_dual", "qwen25_500m_multinode"))
+    with_speed(dual)
+    assert dual.speed.cuda_graph
+    assert not (dual.trainer.strategy.ddp.overlap_grad_reduce or dual.trainer.strategy.ddp.overlap_param_gather)
+    with_speed(multinode)
+    assert not multinode.speed.cuda_graph
+    assert multinode.trainer.strategy.ddp.overlap_grad_reduce
+    monkeypatch.setattr(graph.torch.cuda, "is_available", lambda: True)
+    for kind in ("pipeline_model", "tensor_model", "context"):
+        monkeypatch.setattr(graph.parallel_state, f"get_{kind}_parallel_world_size", lambda: 1)
+    config = SimpleNamespace(cross_entropy_fusion_impl="native")
+    for overlap in (False, True):
+        problem = graph.GraphedSchedule.unfit(config, SimpleNamespace(overlap_grad_reduce=overlap), True, True)
+        assert (problem is not None and "overlap_grad_reduce=False" in problem) == overlap

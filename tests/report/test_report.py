@@ -1,0 +1,320 @@
+"""The report on whole, nearly empty and crashed runs: right numbers, self-contained, names escaped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from common.rundir import RunDir
+from report.facts import changes, percentile, replay, spikes
+from report.read import read
+from report.report import report
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = "b2b3dbc15d3532ba38b3ea0cd5991a689cccc9a4663b56274592afdb0a7e7dd6"
+SHAPE = {
+    "num_layers": 4,
+    "hidden_size": 128,
+    "ffn_hidden_size": 352,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "vocab_size": 4096,
+}
+PARAMETERS = 1_263_744  # of SHAPE, tied
+CONFIG = """
+data: {_target_: data.module.BlendDataModule, seq_length: 256, micro_batch_size: 8, global_batch_size: 8}
+model:
+  config: {num_layers: 4, hidden_size: 128, ffn_hidden_size: 352, num_attention_heads: 4, num_query_groups: 2,
+    vocab_size: 4096, share_embeddings_and_output_weights: true}
+optim:
+  config: {optimizer: adam, lr: 0.0003, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.95, clip_grad: 1.0}
+  lr_scheduler: {_target_: recipes.build.optim.WarmupStableDecay, warmup_steps: 20, decay_steps: 80, min_lr: 3.0e-05}
+trainer: {max_steps: 400, devices: 1, num_nodes: 1, plugins: {precision: bf16-mixed}}
+"""
+
+
+def rows(steps: int, forgotten: float, domains: tuple[str, str], share: float) -> list[dict[str, Any]]:
+    """A training of `steps` steps: the new domain falls by 1.31 nats, the replayed one rises by `forgotten`."""
+    rng, out = random.Random(7), [_validated(0, 0.0, forgotten, domains)]
+    for step in range(2, steps + 1, 2):
+        part = step / steps
+        out.append(
+            {
+                "step": step,
+                "loss": 3.4 + 1.6 * math.exp(-6 * part) + rng.gauss(0, 0.06),
+                "lr": 3e-4 * min(1, step / 20) * (1 if part < 0.8 else 1 - 4.5 * (part - 0.8)),
+                "grad_norm": 0.6 + rng.random() * 0.3,
+                "global_batch_size": 8,
+                "step_seconds": 0.38 + rng.random() * 0.04 + (0.3 if step == 2 else 0),
+                "tokens_per_second": 5200 + rng.gauss(0, 130),
+                "unmasked_tokens": 2048 * step,
+                "consumed_samples": 8 * step,
+                "memory_gib": 11.25,
+                "time": 1.8e9 + 0.4 * step,
+                "consumed_tokens": {domains[0]: int(2048 * step * (1 - share)), domains[1]: int(2048 * step * share)},
+            }
+        )
+        if step % 40 == 0:
+            out.append(_validated(step, part, forgotten, domains))
+    return out
+
+
+def _validated(step: int, part: float, forgotten: float, domains: tuple[str, str]) -> dict[str, Any]:
+    new = 5.02 - 1.31 * (1 - math.exp(-4 * part)) / (1 - math.exp(-4))
+    old = 3.91 + forgotten * math.sqrt(part)
+    split = {
+        name: {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2) / 3.6}
+        for name, loss in zip(domains, (new, old), strict=True)
+    }
+    return {"step": step, "time": 1.8e9 + 0.4 * step, "val_loss": (new + old) / 2, "validation": split}
+
+
+def write_corpus(folder: Path) -> dict[str, Any]:
+    """Six small files and the manifest that describes them."""
+    folder.mkdir(parents=True)
+    splits: dict[str, dict[str, Any]] = {}
+    for split in ("train", "validation", "test"):
+        splits[split] = {"documents": 3, "tokens": 100}
+        for kind in ("bin", "idx"):
+            content = f"{folder.name} {split} {kind}".encode()
+            (folder / f"{split}.{kind}").write_bytes(content)
+            splits[split][f"{kind}_sha256"] = hashlib.sha256(content).hexdigest()
+    manifest = {"name": folder.name, "tokenizer": {"fingerprint": TOKENIZER}, "splits": splits}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return manifest
+
+
+def write_run(
+    root: Path,
+    name: str = "cpt-replay",
+    forgotten: float = 0.42,
+    share: float = 0.25,
+    domains: tuple[str, str] = ("code", "prose"),
+    steps: int = 400,
+) -> RunDir:
+    """A whole continual-pretraining run with its corpora, as the training process leaves it."""
+    run = RunDir(name, root / "runs")
+    (run.path / "logs" / "attempt-1").mkdir(parents=True)
+    run.config.write_text(CONFIG)
+    run.command.write_text(f"python launch.py --recipe qwen25_tiny_cpt --name {name}\n")
+    run.version.write_text("4b1c7f0d9e2a" + "0" * 28 + "\n")
+    run.env.write_text(json.dumps([{"key": "OMP_WAIT_POLICY", "value": "PASSIVE", "source": "cpu", "reason": "why"}]))
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(steps, forgotten, domains, share)))
+    manifests = {}
+    for domain in domains:
+        folder = root / "corpora" / hashlib.md5(domain.encode()).hexdigest()[:8]
+        manifests[str(folder)] = (
+            json.loads((folder / "manifest.json").read_text()) if folder.exists() else write_corpus(folder)
+        )
+    records = {
+        "data.json": manifests,
+        "blend.json": _blend(domains, share, list(manifests)),
+        "gates.json": {
+            "parameters": PARAMETERS,
+            "tied": True,
+            "model": SHAPE,
+            "vocab_size": 4096,
+            "tokenizer_fingerprint": TOKENIZER,
+            "manifest_fingerprints": dict.fromkeys(manifests, TOKENIZER),
+            "eod": 4095,
+            "eod_in_loss": True,
+            "loss_mask_share": 1.0,
+        },
+        "base.json": {"source": "exports/base", "checkpoint": "checkpoints/base", "fingerprint": "9f" * 32},
+        "step0.json": {
+            "megatron_loss": 4.4650012,
+            "hf_loss": 4.4650031,
+            "tokens": 16384,
+            "dtype": "float32",
+            "bound": 1e-5,
+        },
+        "export.json": {
+            "checkpoint": f"{run.path}/checkpoints/step-400",
+            "output": "exports/cpt",
+            "max_abs_logits": 3.1e-6,
+            "max_abs_parameters": 0.0,
+            "bound": 1e-4,
+            "dtype": "float32",
+            "ok": True,
+        },
+    }
+    for file, content in records.items():
+        (run.path / file).write_text(json.dumps(content))
+    return run
+
+
+def _blend(domains: tuple[str, str], share: float, folders: list[str]) -> dict[str, Any]:
+    total = 400 * 2048
+    entries = [
+        {
+            "name": name,
+            "role": role,
+            "folder": folder,
+            "weight": weight,
+            "tokens_available": available,
+            "tokens_planned": int(total * weight),
+            "epochs_planned": total * weight / available,
+            "bytes_per_token": 3.6,
+        }
+        for name, role, folder, weight, available in zip(
+            domains, ("new", "replay"), folders, (1 - share, share), (130_000, 608_811), strict=True
+        )
+    ]
+    return {"domains": entries, "replay_share": share, "total_tokens": total}
+
+
+class Text(HTMLParser):
+    """Visible text, tags and attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.feed(page)
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for key, value in attrs if key in ("src", "href", "xlink:href", "data", "action")]
+        self.ids += [value or "" for key, value in attrs if key == "id"]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    path = report(run)
+    page = path.read_text()
+    seen = Text(page)
+    assert path == run.path / "report.html"
+    assert "code \u22121.31 nats learned · prose +0.42 nats forgotten" in seen.text
+    assert "5.020 \u2192 3.710 nats a token" in seen.text
+    assert "finished, 400 steps" in seen.text
+    assert "9 of 9 all hold" in seen.text
+    assert "Planned: 25.0% replay" in seen.text
+    assert "code is read 4.7 times" in seen.text
+    assert "prose is forgotten by 0.42 nats" in seen.text
+    assert f"{PARAMETERS:,}" in seen.text
+    assert "11.2 GiB" in seen.text
+    for name in ("validation", "loss", "lr", "replay", "throughput", "memory"):
+        assert (run.path / "report" / f"{name}.png").stat().st_size > 3000, name
+
+
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
+    page = report(write_run(tmp_path)).read_text()
+    seen = Text(page)
+    assert not seen.tags & {"script", "link", "iframe", "object", "embed", "img"}
+    assert all(link.startswith("#") for link in seen.links), seen.links
+    assert "http" not in page and "@import" not in page
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {f"#{name}" for name in seen.ids}
+    assert len(seen.ids) == len(set(seen.ids))
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    bad = "<script>alert('x')</script> & \"quoted\" $a_b$ 散文"
+    run = write_run(tmp_path, name="run & <b>", domains=("<i>code</i>", bad))
+    run.command.write_text("python launch.py '</pre><script>1</script>'")
+    other = write_run(tmp_path, name="other<u>", domains=("<i>code</i>", bad))
+    seen = Text(report(run, against=[other]).read_text())
+    assert not seen.tags & {"script", "b>", "i>", "u"}
+    assert bad in " ".join(seen.words) and "run & <b>" in seen.text and "</pre><script>1</script>" in seen.text
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    write_run(tmp_path, "without", forgotten=0.97, share=0.0)
+    write_run(tmp_path, "with", forgotten=0.12, share=0.25)
+    seen = Text(report("with", against=["without"], root=tmp_path / "runs").read_text())
+    assert "prose +0.97 · 0% replay" in seen.text  # the label at the curve's end
+    assert "prose +0.12 · 25% replay" in seen.text
+    assert re.search(r"without 0% 400 \u22121.310 \+0.970", seen.text)
+
+
+def test_an_empty_run(tmp_path: Path) -> None:
+    run = RunDir("new", tmp_path)
+    run.path.mkdir()
+    text = Text(report(run).read_text()).text
+    assert "No validation is recorded yet" in text
+    assert "metrics.jsonl is not there" in text and "config.yaml is not there" in text
+    assert not list((run.path / "report").iterdir())
+
+
+def test_a_crashed_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    lines = run.metrics.read_text().splitlines()[:60]
+    lines[20] = re.sub(r'"loss": [\d.]+', '"loss": 9.5', lines[20])
+    lines[50] = re.sub(r'"loss": [\d.]+', '"loss": NaN', lines[50])
+    run.metrics.write_text("\n".join([*lines, lines[-1][:40]]))
+    (run.path / "gates.json").write_text('{"parameters": 12')
+    (run.path / "blend.json").write_text("[]")
+    (run.path / "export.json").unlink()
+    text = Text(report(run).read_text()).text
+    row = json.loads(lines[50])
+    assert f"Training loss is not a finite number at step {row['step']}" in text
+    assert f"The loss spikes at step {json.loads(lines[20])['step']}" in text
+    assert "line 61 is cut off" in text and "gates.json is not whole JSON" in text
+    assert "unfinished, step" in text and "not exported yet" in text
+
+
+def test_a_diverged_validation_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with run.metrics.open("a") as stream:
+        stream.write(json.dumps({"step": 400, "val_loss": math.nan, "validation": {"code": {"loss": math.nan}}}) + "\n")
+    assert "code NaN nats not a number" in Text(report(run).read_text()).text
+
+
+def test_later_rows_win_on_resume(tmp_path: Path) -> None:
+    run = RunDir("resumed", tmp_path)
+    run.path.mkdir()
+    first = [{"step": s, "loss": 9.0} for s in (10, 20, 30, 40)]
+    validated = [{"step": s, "val_loss": v} for s, v in ((0, 5.0), (20, 4.0), (40, 1.0))]
+    second = [{"step": s, "loss": 3.0} for s in (30,)]
+    split = {"step": 20, "validation": {"a": {"loss": 4.5}}}
+    written = [validated[0], *first[:2], validated[1], split, *first[2:], validated[2], *second]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in written))
+    files = read(run)
+    assert [(row["step"], row["loss"]) for row in files.train] == [(10, 9.0), (20, 9.0), (30, 3.0)]
+    assert [row["step"] for row in files.validation] == [0, 20]  # step 40 belongs to the attempt that was abandoned
+    assert files.validation[1]["val_loss"] == 4.0 and files.validation[1]["validation"] == split["validation"]
+
+
+def test_facts(tmp_path: Path) -> None:
+    files = read(write_run(tmp_path))
+    code, prose = changes(files)
+    assert (code.verdict, prose.verdict, code.role, prose.role) == ("learned", "forgotten", "new", "replay")
+    assert prose.curve[0] == (0, 0.0) and prose.curve[-1] == (400, pytest.approx(0.42))
+    row = replay(files)[1]
+    assert row.planned_share == pytest.approx(0.25) and row.consumed_share == pytest.approx(0.25)
+    assert row.consumed_epochs == pytest.approx(400 * 2048 * 0.25 / 608_811)
+    assert spikes(files) == []
+    assert percentile([float(v) for v in range(1, 101)], 0.99) == 99.0 and percentile([], 0.5) is None
+
+
+def test_an_unknown_run_offers_the_nearest(tmp_path: Path) -> None:
+    write_run(tmp_path, "qwen25_tiny_cpt")
+    with pytest.raises(UserError) as error:
+        report("qwen25_tiny_ctp", root=tmp_path / "runs")
+    assert "qwen25_tiny_cpt" in error.value.do and error.value.found and error.value.expected
+
+
+def test_nothing_heavy_is_imported() -> None:
+    check = (
+        "import sys, report.report, report.passport;"
+        "print([m for m in ('torch', 'nemo', 'nemo_run', 'transformers', 'lightning', 'matplotlib', 'pydantic')"
+        " if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

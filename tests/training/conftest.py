@@ -1,0 +1,39 @@
+"""Tiny real runs: NeMo is imported once here, each run is a fork."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nemo.collections.llm  # noqa: F401 - paid once, before the forks
+
+
+def train(
+    sample: Path, *words: str, name: str = "run", resume: bool = False, dataset: Any = None
+) -> list[dict[str, Any]]:
+    """Run qwen25_tiny in the current folder; return the rows of its metrics.jsonl.
+
+    Called inside a fork. `dataset` replaces data.dataset_cls (a class, which the command line cannot name).
+    """
+    from common.spec import RunSpec
+    from launcher import launch as execute
+    from recipes import registry
+
+    words = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={Path.cwd() / 'cache'}", *words)
+    spec = RunSpec(recipe="qwen25_tiny", name=name, resume=resume, overrides=words)
+    if dataset is not None:
+        recipe = registry.resolve("qwen25_tiny")
+        build = recipe._build
+
+        def with_dataset(plan: Any) -> Any:
+            partial = build(plan)
+            partial.data.dataset_cls = dataset
+            return partial
+
+        recipe._build = with_dataset
+    assert execute.launch(spec) == 0
+    return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+
+
+SHORT = ("trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")

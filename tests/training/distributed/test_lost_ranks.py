@@ -1,0 +1,132 @@
+"""Real ranks on Gloo (torch only): those that are not alike are named; a lost or stuck one too."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.distributed.rank_env import free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+RANK = """
+import json, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from training.distributed import consistency as ranks, lost_ranks as peers
+from common.errors import ProjectError
+
+odd = json.loads(sys.argv[1]) if os.environ["RANK"] == sys.argv[2] else {}
+facts, clock = ranks.facts, time.time
+ranks.facts = lambda: {**facts(), **odd.get("facts", {})}
+if "clock" in odd:
+    ranks.time.time = lambda: clock() + odd["clock"]
+peers.limit_waiting()
+dist.init_process_group("gloo")
+group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))  # as Megatron makes its own
+try:
+    ranks.declare(odd.get("config", "a: 1"), {})
+    with peers.explained(print):
+        ranks.check()
+        print("alike", flush=True)
+        for step in range(10**6 if len(sys.argv) > 3 else 3):
+            dist.all_reduce(torch.ones(4), group=group)
+            peers.step_ended()
+            time.sleep(0.01)
+    print("done", flush=True)
+except ProjectError as error:
+    print(error.explain(), flush=True)
+    os._exit(error.exit_code)
+"""
+
+
+def _start(
+    odd: dict[str, Any], odd_rank: int, world: int, *words: str, script: str = RANK, **environ: str
+) -> list[subprocess.Popen[str]]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(100, 29700)), "WORLD_SIZE": str(world)}
+    place |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPT_PROCESS_GROUP_TIMEOUT_S": "5", **environ}
+    command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(odd), str(odd_rank), *words]
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def _said(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    try:
+        return [(rank.returncode, text) for rank in ranks for text in [rank.communicate(timeout=60)[0]]]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_alike_ranks_go_on() -> None:
+    for code, text in _said(_start({}, 0, 2)):
+        assert (code, "done" in text) == (0, True), text
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        ({"facts": {"torch": "2.1.0"}}, "not alike: torch"),
+        ({"facts": {"code": "deadbeef+changes", "python": "3.8.1"}}, "not alike: code, python"),
+        ({"config": "a: 2"}, "not alike: configuration"),
+        ({"clock": 3600.0}, "clocks of the ranks disagree"),
+        ({"clock": -3600.0}, "clocks of the ranks disagree"),
+    ],
+)
+def test_the_odd_one_of_three_is_named_by_all(odd: dict[str, Any], words: str) -> None:
+    for code, text in _said(_start(odd, 1, 3)):
+        assert code == 3, text
+        assert words in text
+        assert "rank 1 on " in text and "rank 2 on" not in text and "rank 0 on" not in text
+
+
+@pytest.mark.parametrize(
+    ("kill", "words"),
+    [(signal.SIGKILL, "its process is gone"), (signal.SIGSTOP, "its process is stuck")],
+)
+def test_a_lost_rank_is_named_within_the_timeout(kill: signal.Signals, words: str) -> None:
+    """Megatron's groups come with 30 minutes of their own: the environment's five seconds hold for them too."""
+    ranks = _start({}, 0, 2, "long")
+    assert ranks[0].stdout and "alike" in ranks[0].stdout.readline()
+    time.sleep(1)
+    os.kill(ranks[1].pid, kill)
+    start = time.monotonic()
+    code = ranks[0].wait(timeout=5 + 8)
+    text = ranks[0].stdout.read()
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert code == 1, text
+    assert time.monotonic() - start < 5 + 8
+    assert "lost rank 1 on " in text and words in text
+
+
+def test_where_no_exception_comes_the_watch_ends_the_rank() -> None:
+    """NCCL's waits raise nothing: the main thread stands still, the other rank is gone."""
+    quiet = RANK.replace(
+        "for step in range", "dist.get_backend = lambda: 'nccl'; time.sleep(600)\n        for step in range"
+    )
+    ranks = _start({}, 0, 2, script=quiet)
+    assert ranks[0].stdout and "alike" in ranks[0].stdout.readline()
+    os.kill(ranks[1].pid, signal.SIGKILL)
+    assert ranks[0].wait(timeout=5 + 5) == 1
+    assert "lost rank 1 on " in ranks[0].stdout.read()
+
+
+def test_a_wrong_vccl_is_refused_at_the_start() -> None:
+    wanted = {"VCCL_LIBRARY": "/opt/vccl/lib/libnccl.so.2", "LD_PRELOAD": "/opt/vccl/lib/libnccl.so.2"}
+    for code, text in _said(_start({}, 0, 1, **wanted)):
+        assert code == 3 and "VCCL is not loaded in this rank" in text, text

@@ -1,0 +1,108 @@
+"""Which rank is this? Every starter's variables give the same answer, and none is left for a library to misread."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from common.errors import UserError
+from training.distributed import rank_env as place
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "123",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29501",
+}
+SRUN = {
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_JOB_ID": "77",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "29501",
+}
+HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        (OPEN_MPI, "node1"),
+        (SRUN, "10.0.0.1"),
+        (TORCHRUN, "node1"),
+        (HYDRA, "node1"),
+        ({**SRUN, **OPEN_MPI, "SLURM_PROCID": "0"}, "node1"),  # mpirun inside a Slurm job
+        ({**SRUN, **TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "node1"),  # torchrun inside one
+    ],
+)
+def test_one_answer(environ: dict[str, str], address: str) -> None:
+    environ = dict(environ)
+    found = place.find(environ, devices=2)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    place.settle(environ, found)
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("3", "4", "1")
+    assert environ["MASTER_ADDR"] == address and 1024 < int(environ["MASTER_PORT"]) < 65536
+    assert not [key for key in environ if key.startswith(("SLURM_", "OMPI_", "PMI"))]
+    assert ("TORCHELASTIC_USE_AGENT_STORE" in environ) == (found.started_by == "torchrun")
+
+
+def test_all_ranks_of_a_launch_agree_on_a_port() -> None:
+    ports = set()
+    for rank in range(4):
+        environ = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}
+        del environ["MASTER_PORT"]
+        place.settle(environ, place.find(environ, devices=2))
+        ports.add(environ["MASTER_PORT"])
+    assert len(ports) == 1
+
+
+def test_several_nodes_need_a_meeting_point() -> None:
+    environ = {key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}
+    with pytest.raises(UserError, match="meeting point"):
+        place.settle(environ, place.find(environ, devices=2))
+    with pytest.raises(UserError, match="which rank"):
+        place.find({}, devices=2)
+
+
+def test_a_restarted_job_says_so() -> None:
+    assert place.find({**SRUN, "SLURM_RESTART_COUNT": "2"}, devices=2).restarts == 2
+
+
+def test_alone_forgets_everyone() -> None:
+    environ = {**SRUN, **OPEN_MPI, **TORCHRUN, "PATH": "/bin"}
+    assert place.alone(environ)
+    assert environ == {"PATH": "/bin"}
+    mine = {"MASTER_ADDR": "127.0.0.1"}  # docs/09: what helps where the host's name does not resolve
+    assert place.alone(mine) == [] and mine == {"MASTER_ADDR": "127.0.0.1"}
+
+
+def test_free_port_searches_ten() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert place.free_port(tries=10, first=port) > port
+        with pytest.raises(UserError, match="no free port"):
+            place.free_port(tries=1, first=port)
+
+
+def test_settings_of_an_mpi_library_stay() -> None:
+    """A container's OMPI_MCA_plm_rsh_agent lets MPI_Init work without ssh; Lightning calls it where mpi4py is."""
+    environ = {"OMPI_MCA_plm_rsh_agent": "/bin/false", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    place.alone(environ)
+    assert environ == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}

@@ -1,0 +1,100 @@
+"""Checkpoints in steps: keep the newest N and the best of one domain, save where training ends."""
+
+# NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Optional
+
+import lightning.pytorch as pl
+import torch
+from nemo import lightning as nl
+from nemo.utils import AppState
+from nemo.utils.get_rank import is_global_rank_zero
+
+from common.rundir import RunDir
+
+
+class StepCheckpoint(nl.ModelCheckpoint):
+    """NeMo's ModelCheckpoint with retention by what lies on the disk.
+
+    Args:
+        keep_last: how many of the newest whole checkpoints stay.
+        keep_best: a validation domain: of the checkpoints saved at a validated step, the one with its lowest loss
+            stays too.
+        every_n_train_steps: steps between two saves; the last step of a run is always saved.
+        dirpath: where, set by common/rundir.py.
+
+    The stock class knows only the checkpoints of its own process (a kill leaves others behind for ever), and
+    saves the end of a run as a second full copy, without the optimizer state.
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: int = 500,
+        keep_last: int = 2,
+        keep_best: Optional[str] = None,
+        dirpath: Optional[str] = None,
+    ) -> None:
+        super().__init__(
+            monitor=None,
+            save_top_k=-1,
+            save_last=False,
+            save_optim_on_train_end=True,
+            auto_insert_metric_name=False,
+            verbose=False,
+            every_n_train_steps=every_n_train_steps,
+            dirpath=dirpath,
+            filename="step-{step}",
+        )
+        self.keep_last, self.keep_best = keep_last, keep_best
+        self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # at step, by the validation
+
+    def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
+        """The metrics a file name can hold, with `step` = steps completed (NeMo logs the step before it)."""
+        candidates: dict[str, torch.Tensor] = super()._monitor_candidates(trainer)
+        candidates["step"] = torch.tensor(trainer.global_step)
+        return candidates
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._last_global_step_saved != trainer.global_step:
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        super().on_train_end(trainer, pl_module)
+
+    def _get_finalize_save_checkpoint_callback(
+        self, trainer: pl.Trainer, filepath: str, global_step: int
+    ) -> Callable[[], None]:
+        finalize = super()._get_finalize_save_checkpoint_callback(trainer, filepath, global_step)
+        step, losses = self.domain_losses
+        loss = losses.get(self.keep_best) if self.keep_best and step == trainer.global_step else None
+
+        def finalize_and_retain() -> None:
+            finalize()
+            if is_global_rank_zero():
+                self._retain(Path(str(filepath).removesuffix(".ckpt")), loss)
+
+        return finalize_and_retain
+
+    def _retain(self, saved: Path, loss: float | None) -> None:
+        """Note what belongs to the new checkpoint, then let the old ones go."""
+        run = RunDir.of_nemo_logs(Path(AppState().log_dir))
+        (saved / "run").mkdir(exist_ok=True)
+        for path in (run.config, run.env, run.command, run.version):
+            if path.exists():
+                shutil.copy(path, saved / "run")
+        if loss is not None:
+            (saved / "run" / "best.json").write_text(json.dumps({"domain": self.keep_best, "loss": loss}))
+        whole = run.whole_checkpoints()
+        keep = {*whole[-self.keep_last :], *([best] if (best := self._best(whole)) else [])}
+        for old in set(whole) - keep:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _best(self, whole: list[Path]) -> Path | None:
+        losses = {}
+        for folder in whole:
+            note = folder / "run" / "best.json"
+            if self.keep_best and note.exists() and (row := json.loads(note.read_text()))["domain"] == self.keep_best:
+                losses[folder] = row["loss"]
+        return min(losses, key=lambda folder: losses[folder]) if losses else None

@@ -1,0 +1,117 @@
+"""The output layer and its cross-entropy as one function, so that the logits are touched as little as possible.
+
+The logits are the largest tensor of a small model (151,936 wide). The plain path reads and writes them for the matrix
+product, the softmax, the loss, the gradient and its scaling. Here the loss kernel writes softmax - onehot over the
+logits (online softmax, arXiv 1805.02867), and the weight that the loss gives each token is applied to the narrow side:
+d hidden = g * (d logits @ W), d W = d logits^T @ (g * hidden).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from training.fast.wgrad import accumulate
+
+_TOKENS_WITHOUT_GRADIENT = 4096  # a chunk of validation: its logits are thrown away at once
+
+
+def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Losses, with `logits` overwritten by d(the row's loss)/d(logits).
+
+    Args:
+        logits: bf16 or fp32 [tokens, vocab], contiguous; overwritten with softmax(logits) - onehot(labels).
+        labels: int64[tokens], 0 <= label < vocab.
+
+    Returns:
+        fp32[tokens]: -log softmax(logits)[label], in nats.
+    """
+    if logits.is_cuda:
+        from training.fast import kernels
+
+        return kernels.cross_entropy_(logits, labels)
+    log_probabilities = torch.log_softmax(logits.float(), dim=-1)
+    rows = torch.arange(len(labels), device=labels.device)
+    losses = -log_probabilities[rows, labels]
+    gradient = log_probabilities.exp_()
+    gradient[rows, labels] -= 1.0
+    logits.copy_(gradient)
+    return losses
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """losses = cross_entropy(hidden @ weight^T, labels).
+
+    hidden: [tokens, hidden]; weight: [vocab, hidden], the same dtype; labels: int64[tokens]; losses: fp32[tokens].
+    With `weight.main_grad` (Megatron's fp32 gradient buffer) the weight's gradient is added there in the matrix
+    product itself, and autograd gets none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, into_main_grad: bool, tied: bool
+    ) -> torch.Tensor:
+        logits = hidden @ weight.t()
+        losses = cross_entropy_(logits, labels)
+        ctx.save_for_backward(hidden, weight, logits)
+        ctx.into_main_grad, ctx.tied = into_main_grad, tied
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, dlogits = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)[:, None]
+        dhidden = (dlogits @ weight).mul_(grad)
+        if not ctx.into_main_grad:
+            return dhidden, dlogits.t() @ (hidden * grad), None, None, None
+        accumulate(hidden * grad, dlogits, weight.main_grad)
+        if ctx.tied:  # the embedding's gradient of the same weight is still to come: DDP's hook adds that one
+            return dhidden, None, None, None, None
+        weight.grad_added_to_main_grad = True  # tells DDP's hook that the tensor below holds nothing
+        return dhidden, torch.empty_like(weight), None, None, None
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, into_main_grad: bool = False, tied: bool = False
+) -> torch.Tensor:
+    """`LinearCrossEntropy`; without gradients in chunks of tokens, so that validation needs little memory."""
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        losses: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, labels, into_main_grad, tied)
+        return losses
+    chunks = zip(hidden.split(_TOKENS_WITHOUT_GRADIENT), labels.split(_TOKENS_WITHOUT_GRADIENT), strict=True)
+    return torch.cat([cross_entropy_(h @ weight.t(), y) for h, y in chunks])
+
+
+class _Deferred:
+    """What the output layer hands on instead of logits: the loss needs no logits as such, anybody else gets them."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        self.hidden, self.weight = hidden, weight
+
+    def transpose(self, first: int, second: int) -> torch.Tensor:
+        """The one thing that GPTModel does with logits when there are no labels: [seq, batch, vocab] transposed."""
+        return (self.hidden @ self.weight.t()).transpose(first, second)
+
+
+def bind(model: Any, into_main_grad: bool) -> None:
+    """Let a built `megatron.core.models.gpt.GPTModel` use it, through `output_layer` and `compute_language_model_loss`.
+
+    For tensor and pipeline parallel size 1: the whole vocabulary, and embedding and output layer, on one rank.
+    """
+    tied = bool(model.share_embeddings_and_output_weights)
+
+    def output_layer(
+        hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[_Deferred, None]:
+        return _Deferred(hidden, model.output_layer.weight if weight is None else weight), None
+
+    def loss(labels: torch.Tensor, logits: _Deferred) -> torch.Tensor:
+        """labels: int64[batch, seq] -> fp32[batch, seq]."""
+        seq, batch, width = logits.hidden.shape
+        flat = labels.transpose(0, 1).reshape(-1)
+        losses = linear_cross_entropy(logits.hidden.view(-1, width), logits.weight, flat, into_main_grad, tied)
+        return losses.view(seq, batch).transpose(0, 1).contiguous()
+
+    model.output_layer.forward = output_layer
+    model.compute_language_model_loss = loss

@@ -1,0 +1,108 @@
+"""Megatron's optimizer step without waiting for the GPU: clip, AdamW and the NaN check stay on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class DeviceStep:
+    """Replaces `ChainedOptimizer.step` of a bf16 or fp32 AdamW.
+
+    The stock step copies the gradient norm to the host to decide whether to scale the gradients, in a pass of its
+    own. Here the norm stays where it is and torch's fused AdamW takes the clip factor along. A gradient that is not
+    finite changes nothing, and is counted in `skipped`: training/speed.py reads that count at the logging interval and
+    ends the run. The state lives where Megatron keeps it, so checkpoints do not change.
+
+    Args:
+        chained: `megatron.core.optimizer.ChainedOptimizer` of one Adam.
+
+    Upstream: megatron/core/optimizer/optimizer.py and clip_grads.py, 0.12 and 0.13; equal to it within rounding
+    (tests/training/fast/test_fast.py).
+    """
+
+    def __init__(self, chained: Any) -> None:
+        self.inner = chained.chained_optimizers[0]
+        self.adam = self.inner.optimizer
+        self.skipped: torch.Tensor | None = None
+        self._divisor: torch.Tensor | None = None
+        self._skip: torch.Tensor | None = None
+        self._torch_adamw = isinstance(self.adam, torch.optim.AdamW)
+        if self._torch_adamw:
+            self._make_fused()
+        else:
+            self.adam.step = self._step_of_te
+        chained.step = self
+
+    @staticmethod
+    def unfit(chained: Any) -> str | None:
+        """Why this step cannot take over, or None."""
+        inner = getattr(chained, "chained_optimizers", [])
+        if len(inner) != 1 or getattr(inner[0], "is_stub_optimizer", False):
+            return "there is not exactly one optimizer"
+        config = chained.config
+        if config.optimizer != "adam" or config.fp16 or config.use_precision_aware_optimizer:
+            return "the optimizer is not AdamW with fp32 state"
+        return "zeros in gradients are counted" if config.log_num_zeros_in_grad else None
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[bool, torch.Tensor, None]:
+        """One step. Returns (True, the gradient norm before clipping: fp32 scalar on the device, None)."""
+        self.inner.prepare_grads()
+        norm = self._norm()
+        finite = torch.isfinite(norm)
+        clip = self.inner.config.clip_grad
+        self._divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip > 0 else torch.ones_like(norm)
+        self._skip = (~finite).float()
+        if self.skipped is None:
+            self.skipped = torch.zeros_like(norm)
+        self.skipped += self._skip
+        if self._torch_adamw:
+            self.adam.grad_scale, self.adam.found_inf = self._divisor, self._skip
+        self.inner.step_with_ready_grads()
+        return True, norm, None
+
+    def _norm(self) -> torch.Tensor:
+        squares = torch.stack(torch._foreach_norm(self.inner.get_main_grads_for_grad_norm())).square().sum()
+        group = self.inner.get_grad_stats_parallel_group()
+        if torch.distributed.get_world_size(group) > 1:
+            torch.distributed.all_reduce(squares, group=group)
+        return squares.sqrt()
+
+    def _make_fused(self) -> None:
+        for group in self.adam.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for p in group["params"]:
+                if "step" in self.adam.state[p]:  # a resumed run
+                    self.adam.state[p]["step"] = self.adam.state[p]["step"].to(p.device)
+
+    def _step_of_te(self) -> None:
+        """One step of Transformer Engine's FusedAdam, on its own state, with the clip factor taken along."""
+        for group in self.adam.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            states = [self.adam.state[p] for p in params]
+            for p, state in zip(params, states, strict=True):
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+            if not params:
+                continue
+            count = torch.full((), float(group["step"]), device=params[0].device)
+            torch._fused_adamw_(
+                params,
+                [p.grad for p in params],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [count] * len(params),
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=self._divisor,
+                found_inf=self._skip,
+            )

@@ -1,0 +1,89 @@
+"""NeMo's MegatronStrategy, restoring across machines with and without Transformer Engine, and waiting for no GPU."""
+
+# NeMo-Run reads the constructor's types to parse overrides: it has none of its own here
+
+from pathlib import Path
+from typing import Any, Union
+
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from nemo import lightning as nl
+from nemo.lightning import _strategy_lib
+from nemo.lightning.io.pl import ckpt_to_weights_subdir
+
+from training.distributed import consistency as ranks
+from training.distributed import lost_ranks as peers
+
+
+class Strategy(nl.MegatronStrategy):
+    """Restores a checkpoint that lacks Transformer Engine's `_extra_state` entries.
+
+    TE modules ask for one such entry each (FP8 scales; empty without FP8). A checkpoint written without TE, as an
+    imported base model on a machine without a GPU is, has none, and the stock strategy refuses it. What is missing is
+    left as the module made it; a missing weight is still an error. Versions: nemo_toolkit 2.3, megatron-core 0.12 to
+    0.13. Test: tests/training/test_compat.py.
+    """
+
+    def setup_distributed(self) -> None:
+        """Make the process groups with the environment's timeout, and compare the ranks before anything else."""
+        peers.limit_waiting()
+        super().setup_distributed()
+        ranks.check()
+
+    def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step: zero the gradients, forward and backward of all micro batches, report the loss.
+
+        The stock step also logs `global_step` and `step` as Python numbers; Lightning copies each to the GPU and waits
+        for it. Nothing reads them: metrics.jsonl and TensorBoard have the step.
+        """
+        with self.precision_plugin.train_step_context():
+            for chunk in self.model:
+                chunk.zero_grad_buffer()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            loss = self.model.training_step(dataloader_iter, *args, **kwargs)
+            _strategy_lib._sync_from_last_pipeline_stage(loss, broadcast=False)
+            self.lightning_module.log("reduced_train_loss", loss, batch_size=1, sync_dist=False)
+            peers.step_ended()
+            return loss
+
+    def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:
+        stored = _stored_keys(ckpt_to_weights_subdir(checkpoint_path, is_saving=False))
+        kept_back: dict[str, Any] = {}
+        whole = self.megatron_parallel.sharded_state_dict
+
+        def without_missing(*args: Any, **kwargs: Any) -> Any:
+            return _drop_missing(whole(*args, **kwargs), stored, kept_back)
+
+        self.megatron_parallel.sharded_state_dict = without_missing
+        try:
+            checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, selective_restore)
+        finally:
+            del self.megatron_parallel.sharded_state_dict
+        for path, data in kept_back.items():
+            *owners, leaf = path.split("\0")
+            owner = checkpoint["state_dict"]
+            for name in owners:
+                owner = owner[name]
+            owner[leaf] = data
+        return checkpoint
+
+
+def _stored_keys(weights: Path) -> set[str]:
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    return {getattr(entry, "unique_key", key) for key, entry in load_sharded_metadata(str(weights)).items()}
+
+
+def _drop_missing(tree: Any, stored: set[str], kept_back: dict[str, Any], path: str = "") -> Any:
+    """The tree without `_extra_state` objects that are not stored; those go to `kept_back` by their path."""
+    if not isinstance(tree, dict):
+        return tree
+    found = {}
+    for name, value in tree.items():
+        where = f"{path}\0{name}" if path else str(name)
+        missing = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+        if missing and value.unique_key not in stored:
+            kept_back[where] = value.data
+        else:
+            found[name] = _drop_missing(value, stored, kept_back, where)
+    return found
