@@ -13,17 +13,42 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from common.environment import vccl
 from common.environment.sets import BACKEND, BASE, ONLY_IF, SETS, TIERS, TIMEOUT, VERBATIM, Table
 from common.errors import UserError, unknown
 
-if TYPE_CHECKING:
-    from recipes.plan import Plan
-
 _PRELOADS = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 _LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
+
+
+class Parallelism(Protocol):
+    """What the choice of variables depends on; `recipes.plan.Plan` has these fields."""
+
+    @property
+    def accelerator(self) -> str:
+        """`gpu` or `cpu`."""
+
+    @property
+    def devices(self) -> int:
+        """Ranks per node."""
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the run."""
+
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the model."""
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Ranks that share each layer."""
+
+    @property
+    def context_parallel(self) -> int:
+        """Ranks that share each sequence."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +56,7 @@ class Setting:
     """One variable: its value, who set it (a layer's name, or `user`) and why.
 
     Args:
-        only_if: the parallelism it needs to be of use, where that is not known yet (no plan given).
+        only_if: the parallelism it needs to be of use, where that is not known yet (no parallelism given).
     """
 
     key: str
@@ -102,8 +127,8 @@ def _read(line: str, where: str) -> tuple[str, str, str]:
     return match["key"], "".join(words), reason.strip()
 
 
-def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> list[Setting]:
-    """What set `name` comes to in `environ` for `plan`, which is not needed to list it.
+def resolve(name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
+    """What set `name` comes to in `environ` for a run of this parallelism (not needed to list the set).
 
     Raises:
         UserError: no such set, values that exclude each other, or no usable VCCL library.
@@ -112,11 +137,11 @@ def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> 
     for source, table in layers(name):
         for key, (value, reason) in table.items():
             condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
-            if condition and plan is not None and not _holds(condition, plan, environ):
+            if condition and parallelism is not None and not _holds(condition, parallelism, environ):
                 continue
-            if plan is not None and source in SETS and source not in VERBATIM:
-                value = _shown(key, value, plan)
-            merged[key] = Setting(key, value, source, reason, condition if plan is None else "")
+            if parallelism is not None and source in SETS and source not in VERBATIM:
+                value = _shown(key, value, parallelism)
+            merged[key] = Setting(key, value, source, reason, condition if parallelism is None else "")
     settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
     _check({**environ, **{s.key: s.value for s in settings if not s.only_if}})
     if any(source in ("vccl", "vccl-ft") for source, _ in layers(name)):
@@ -124,30 +149,34 @@ def resolve(name: str, environ: Mapping[str, str], plan: Plan | None = None) -> 
     return settings
 
 
-def apply(name: str, environ: MutableMapping[str, str], plan: Plan | None = None) -> list[Setting]:
+def apply(name: str, environ: MutableMapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
     """Put set `name` into `environ`; keys that are there already stay as they are.
 
-    Without a plan a key that needs a certain parallelism is left out. Raises as `resolve` does.
+    Without `parallelism` a key that needs a certain parallelism is left out. Raises as `resolve` does.
     """
-    settings = [setting for setting in resolve(name, environ, plan) if not setting.only_if]
+    settings = [setting for setting in resolve(name, environ, parallelism) if not setting.only_if]
     environ.update({setting.key: setting.value for setting in settings})
     return settings
 
 
-def _holds(condition: str, plan: Plan, environ: Mapping[str, str]) -> bool:
-    ranks = plan.devices * plan.num_nodes
+def _holds(condition: str, parallelism: Parallelism, environ: Mapping[str, str]) -> bool:
+    ranks = parallelism.devices * parallelism.num_nodes
     return {
         "one rank, and no OMP_WAIT_POLICY of yours": ranks == 1 and "OMP_WAIT_POLICY" not in environ,
         "several ranks": ranks > 1,
-        "DP > 1": plan.data_parallel > 1,
-        "TP > 1 or CP > 1": plan.tensor_parallel > 1 or plan.context_parallel > 1,
+        "DP > 1": parallelism.data_parallel > 1,
+        "TP > 1 or CP > 1": parallelism.tensor_parallel > 1 or parallelism.context_parallel > 1,
     }[condition]
 
 
-def _shown(key: str, value: str, plan: Plan) -> str:
-    """The value; more GPUs where the plan has more ranks than the set shows."""
-    if key == "CUDA_VISIBLE_DEVICES" and plan.accelerator == "gpu" and len(value.split(",")) < plan.devices:
-        return ",".join(map(str, range(plan.devices)))
+def _shown(key: str, value: str, parallelism: Parallelism) -> str:
+    """The value; more GPUs where the run has more ranks per node than the set shows."""
+    if (
+        key == "CUDA_VISIBLE_DEVICES"
+        and parallelism.accelerator == "gpu"
+        and len(value.split(",")) < parallelism.devices
+    ):
+        return ",".join(map(str, range(parallelism.devices)))
     return value
 
 
