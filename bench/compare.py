@@ -1,4 +1,4 @@
-"""The table of docs/10-performance.md: our recipe, stock NeMo and the transformers peer, in turns, in one call.
+"""The table of docs/performance.md: our recipe, stock NeMo and the transformers peer, in turns, in one call.
 
     python -m bench.compare [--case NAME ...] [--rounds 2] [--peer-path PATH] [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5

@@ -82,7 +82,7 @@ def yaml_of(path: Path) -> Any:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))  # JSON is YAML
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        do = "write it as docs/05-schedules.md shows"
+        do = "write it as docs/schedules.md shows"
         raise UserError(f"cannot read the blend {path}", expected="YAML or JSON", found=str(error), do=do) from None
 
 

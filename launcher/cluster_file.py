@@ -248,7 +248,7 @@ def _field_refusal(path: str | Path, node: Any, rows: Any, where: list[Any], fir
     if first["type"] == "extra_forbidden":
         known = _fields(shown[:-1])
         near = difflib.get_close_matches(str(shown[-1]), known, n=1, cutoff=0.5)
-        do = f"did you mean {near[0]!r}?" if near else "delete it; docs/12-clusters.md says what each field does"
+        do = f"did you mean {near[0]!r}?" if near else "delete it; docs/clusters.md says what each field does"
         return _refusal(
             path, f"{head} is no field of a cluster file", "one of " + ", ".join(known), repr(shown[-1]), do
         )
@@ -259,7 +259,7 @@ def _field_refusal(path: str | Path, node: Any, rows: Any, where: list[Any], fir
     if first["type"] == "string_pattern_mismatch":
         wanted = f"text that matches {first['ctx']['pattern']}"
         return _refusal(path, f"{head} cannot be used safely", wanted, found, "use plain characters")
-    return _refusal(path, f"{head}: {first['msg']}", first["msg"], found, "correct the value; see docs/12-clusters.md")
+    return _refusal(path, f"{head}: {first['msg']}", first["msg"], found, "correct the value; see docs/clusters.md")
 
 
 def _refusal(path: str | Path, problem: str, expected: str, found: str, do: str) -> UserError:

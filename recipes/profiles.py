@@ -116,7 +116,7 @@ def profile(name: str) -> Profile:
         UserError: there is none.
     """
     if name not in PROFILES:
-        raise unknown("profile", name, PROFILES, "docs/05-schedules.md says which one when")
+        raise unknown("profile", name, PROFILES, "docs/schedules.md says which one when")
     return PROFILES[name]
 
 

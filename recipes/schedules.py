@@ -65,7 +65,7 @@ class Schedule:
                 f"schedule {self.kind}: {name} is out of range",
                 expected=expected,
                 found=f"{name}={getattr(self, name)!r}",
-                do=f"optim.lr_scheduler.{name}=VALUE (docs/05-schedules.md lists the parameters)",
+                do=f"optim.lr_scheduler.{name}=VALUE (docs/schedules.md lists the parameters)",
             )
 
     def lr(self, step: int) -> float:

@@ -1,7 +1,7 @@
 """Merge environment sets: base < machine or way < tier < the user's own environment, before torch is imported.
 
 `--env dual+prod` names layers joined by `+`; a layer with a slash or the ending .env is a file, such as
-`doctor --write` makes. What the shell already sets wins, and is named. docs/03-environment.md has the verdicts.
+`doctor --write` makes. What the shell already sets wins, and is named. docs/environment.md has the verdicts.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _hosts(job: Job) -> list[str]:
             "the hostfile does not hold the nodes of the run",
             expected=f"{job.num_nodes} host(s), one a line: NAME slots={job.devices}",
             found=f"{len(hosts)} in {file}" if file else "no hostfile",
-            do="--cluster FILE with `mpirun: {hostfile: PATH}` (docs/11-many-gpus.md)",
+            do="--cluster FILE with `mpirun: {hostfile: PATH}` (docs/many-gpus.md)",
         )
     return hosts
 

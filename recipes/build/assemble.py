@@ -1,7 +1,7 @@
 """How a plan becomes a NeMo-Run Partial: one line a slot, each slot built in recipes/build.
 
 The base is NeMo's own `llm.qwen25_500m.pretrain_recipe`; what it gets wrong for this model
-(docs/02-truth.md) is replaced slot by slot.
+(docs/truth.md) is replaced slot by slot.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_alone_forgets_everyone() -> None:
     environ = {**SRUN, **OPEN_MPI, **TORCHRUN, "PATH": "/bin"}
     assert place.alone(environ)
     assert environ == {"PATH": "/bin"}
-    mine = {"MASTER_ADDR": "127.0.0.1"}  # docs/09: what helps where the host's name does not resolve
+    mine = {"MASTER_ADDR": "127.0.0.1"}  # docs/trouble.md: what helps where the host's name does not resolve
     assert place.alone(mine) == [] and mine == {"MASTER_ADDR": "127.0.0.1"}
 
 
