@@ -19,10 +19,11 @@ from data.console import progress, tell
 from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFacts, TokenizerFacts
 from data.prepare import publish
 from data.prepare.encode import EncoderSpec, why_not_gigatoken
+from data.prepare.input_files import Shard, Source
 from data.prepare.merge import merge_split
 from data.prepare.request import PrepareRequest
 from data.prepare.shard import ShardReport, ShardSpec, marker
-from data.prepare.sources import Shard, Source, find_sources, plan_shards
+from data.prepare.sources import find_sources, plan_shards
 from data.prepare.workers import run_shards
 from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens, vocab_size
 

@@ -22,7 +22,7 @@ from typing import Any
 from common.errors import UserError
 from data.console import tell
 from data.manifest import FILE_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
-from data.prepare.sources import Source
+from data.prepare.input_files import Source
 
 PARTIAL = ".partial"
 INFLATION = {"gzip": 3.0, "zstd": 3.5, None: 1.0}

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from common.errors import UserError
+from data.prepare.input_files import Piece, Source, open_bytes, open_parquet
 from data.prepare.record_errors import (
     SKIP_HINT,
     BadRecordError,
@@ -27,13 +26,8 @@ from data.prepare.record_errors import (
     no_column,
     not_utf8,
 )
-from data.prepare.sources import Piece, Source
-
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
 
 MAX_DOCUMENT_BYTES = 1 << 29
-BUFFER_BYTES = 1 << 20
 
 
 def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRecordError]:
@@ -63,40 +57,6 @@ def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRec
         if source.compression is None or (isinstance(error, OSError) and error.errno is not None):
             raise
         raise broken_file(source, str(error)) from None
-
-
-def open_bytes(source: Source) -> BinaryIO:
-    """Open a source for reading its uncompressed bytes."""
-    if source.compression == "gzip":
-        return cast(BinaryIO, io.BufferedReader(gzip.open(source.path, "rb"), BUFFER_BYTES))
-    if source.compression == "zstd":
-        import pyarrow
-
-        # pyarrow, not zstandard: the latter ends a cut file without an error
-        stream = pyarrow.input_stream(source.path, compression="zstd")
-        return cast(BinaryIO, io.BufferedReader(stream, BUFFER_BYTES))
-    return Path(source.path).open("rb", buffering=BUFFER_BYTES)
-
-
-def open_parquet(path: str) -> ParquetFile:
-    """Open a parquet file.
-
-    Raises:
-        UserError: it is not one, or it is cut short.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        found = str(error).splitlines()[0]
-        raise UserError(
-            f"{path} is not a readable parquet file",
-            expected="a whole parquet file",
-            found=found,
-            do="copy or download it again",
-        ) from None
 
 
 def _lines(source: Source, piece: Piece, file: BinaryIO) -> Iterator[tuple[int, str | BadRecordError]]:

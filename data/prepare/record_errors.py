@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare.sources import Piece, Source
+from data.prepare.input_files import Piece, Source
 
 BLOCK_BYTES = 1 << 20
 SKIP_HINT = "mend the line, or leave such lines out and count them with --on-error skip"

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.manifest import SPLITS
 from data.prepare.encode import EncodeCounts, Encoder, EncoderSpec
+from data.prepare.input_files import Shard, Source
 from data.prepare.readers import read_piece
 from data.prepare.record_errors import BadRecordError
-from data.prepare.sources import Shard, Source
 
 if TYPE_CHECKING:
     import numpy as np

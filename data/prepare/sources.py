@@ -11,10 +11,10 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from data.prepare.input_files import Piece, Shard, Source, open_parquet
 
 FORMATS = {
     ".txt": "txt",
@@ -28,45 +28,6 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 TXT_UNITS = ("file", "line", "paragraph")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 SUPPORTED = ".txt .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
-
-
-@dataclass(frozen=True)
-class Source:
-    """One input file.
-
-    Args:
-        path: absolute path.
-        format: "txt", "jsonl", "csv" or "parquet".
-        compression: "gzip", "zstd" or None.
-        bytes: size on the disk.
-        mtime_ns: time of the last change, in nanoseconds.
-    """
-
-    path: str
-    format: str
-    compression: str | None
-    bytes: int
-    mtime_ns: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range of one source: bytes of a plain file (end exclusive), row groups of a parquet file.
-
-    Args:
-        source: the file.
-        start: first byte or row group.
-        end: one past the last; -1 means to the end of the file.
-        bytes: share of the source's size, for progress.
-    """
-
-    source: Source
-    start: int
-    end: int
-    bytes: int
-
-
-Shard = tuple[Piece, ...]
 
 
 def classify(path: str) -> tuple[str, str | None] | None:
@@ -170,8 +131,6 @@ def _boundary(source: Source, offset: int, paragraph: bool) -> int:
 
 def _row_groups(source: Source, shard_bytes: int) -> Iterator[Piece]:
     """Runs of row groups whose compressed size reaches `shard_bytes` (text inside is larger)."""
-    from data.prepare.readers import open_parquet
-
     metadata = open_parquet(source.path).metadata
     groups = metadata.num_row_groups
     share = max(1, source.bytes // max(groups, 1))

@@ -18,9 +18,9 @@ from typing import Any
 
 from common.errors import UserError
 from data.prepare.encode import Encoder
+from data.prepare.input_files import Shard, Source
 from data.prepare.merge import file_sha256
 from data.prepare.shard import ShardSpec, run_shard
-from data.prepare.sources import Shard, Source
 
 _worker: dict[str, Any] = {}
 
