@@ -211,12 +211,12 @@ def env_(
 
     from rich.console import Console
 
-    from common.environment import show as env_show
+    from common.environment import show
 
     if export:
-        print(env_show.export(name or "base", os.environ))
+        print(show.export_shell(name or "base", os.environ))
     else:
-        Console().print(env_show.explain(name, os.environ) if name or explain else env_show.listing())
+        Console().print(show.settings_table(name, os.environ) if name or explain else show.sets_table())
 
 
 @app.command()
@@ -234,7 +234,7 @@ def generate(
 def _console() -> None:
     from common import logs
 
-    logs.console()
+    logs.log_to_console()
 
 
 def _run(argv: list[str]) -> int:

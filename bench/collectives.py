@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a way may take")
     words = parser.parse_args(argv)
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
-    gpus = len(machine_facts.cards().visible)
+    gpus = len(machine_facts.query_gpus().visible)
     ranks = words.devices or gpus or 2
     if gpus and ranks > gpus:
         parser.error(f"--devices {ranks}: there are {gpus} GPU(s)")

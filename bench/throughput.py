@@ -64,12 +64,12 @@ def main() -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
     """Environment, plan and recipe as `launch.py` would resolve them, with a clock in place of checkpoints."""
-    from common.environment import merge as env
+    from common.environment.merge import apply_environment
     from recipes import overrides, registry
 
     recipe = registry.resolve(args.recipe)
     plan = overrides.early(recipe.plan, args.overrides)
-    env.apply(args.env or plan.env, os.environ, plan)
+    apply_environment(args.env or plan.env, os.environ, plan)
 
     import nemo_run as run
 

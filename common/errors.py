@@ -50,7 +50,7 @@ class UserError(ProjectError):
     exit_code = EXIT_USER
 
 
-def unknown(kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "") -> UserError:
+def unknown_name(kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "") -> UserError:
     """`name` is none of `names`: which there are, and the one that was probably meant.
 
     Args:

@@ -23,7 +23,7 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
     def stream(self, _: TextIO) -> None: ...
 
 
-def console(rank: int = 0, copy: Path | None = None) -> None:
+def log_to_console(rank: int = 0, copy: Path | None = None) -> None:
     """Our own log lines, and other libraries' errors, on standard error.
 
     Args:
@@ -45,7 +45,7 @@ def console(rank: int = 0, copy: Path | None = None) -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
 
 
-def to_file(folder: Path, rank: int = 0) -> None:
+def log_to_file(folder: Path, rank: int = 0) -> None:
     """Every library's lines from now on in folder/rank-R.log."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / f"rank-{rank}.log")

@@ -1,4 +1,4 @@
-"""Facts about this machine, without torch: cards, shared memory, ports, the host's name."""
+"""Facts about this machine, read without torch: GPUs, shared memory, ports, host names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-SHM = Path("/dev/shm")
-SHM_LEAST, SHM_GOOD = 64 * 2**20, 2**30  # bytes: docker's default, which NCCL outgrows; what it never needs more than
+SHM_FOLDER = Path("/dev/shm")
+SHM_MINIMUM = 64 * 2**20  # bytes: Docker's default, which NCCL outgrows
+SHM_RECOMMENDED = 2**30  # bytes: more than NCCL needs on one machine
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Card:
+class Gpu:
     """A GPU as NVML sees it; memory in bytes."""
 
     index: int
@@ -29,35 +30,35 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Cards:
-    """All GPUs, those that CUDA_VISIBLE_DEVICES leaves visible, and why there are none."""
+class Gpus:
+    """All GPUs of this machine, those that CUDA_VISIBLE_DEVICES leaves visible, and why there are none."""
 
-    every: tuple[Card, ...] = ()
-    visible: tuple[Card, ...] = ()
+    installed: tuple[Gpu, ...] = ()
+    visible: tuple[Gpu, ...] = ()
     driver: str = ""
-    cuda: int = 0  # newest CUDA version that the driver runs, as 12040
+    cuda: int = 0  # newest CUDA version that the driver supports; 12040 is 12.4
     problem: str = ""
 
 
-def cards(environ: Mapping[str, str] = os.environ) -> Cards:
-    """Ask NVML."""
+def query_gpus(environ: Mapping[str, str] = os.environ) -> Gpus:
+    """Read the GPUs from the driver through NVML; `problem` says why NVML does not answer."""
     import pynvml as nvml
 
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as problem:
-        return Cards(problem=str(problem))
+        return Gpus(problem=str(problem))
     try:
-        every = tuple(_card(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
+        installed = tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount()))
         driver, cuda = _text(nvml.nvmlSystemGetDriverVersion()), int(nvml.nvmlSystemGetCudaDriverVersion())
     except nvml.NVMLError as problem:
-        return Cards(problem=str(problem))
+        return Gpus(problem=str(problem))
     finally:
         nvml.nvmlShutdown()
-    return Cards(every, visible(every, environ.get("CUDA_VISIBLE_DEVICES")), driver, cuda)
+    return Gpus(installed, visible_gpus(installed, environ.get("CUDA_VISIBLE_DEVICES")), driver, cuda)
 
 
-def _card(nvml: object, index: int) -> Card:
+def _gpu(nvml: object, index: int) -> Gpu:
     from pynvml import (
         nvmlDeviceGetComputeRunningProcesses,
         nvmlDeviceGetHandleByIndex,
@@ -70,37 +71,37 @@ def _card(nvml: object, index: int) -> Card:
     memory = nvmlDeviceGetMemoryInfo(handle)
     running = len(nvmlDeviceGetComputeRunningProcesses(handle))
     name, uuid = _text(nvmlDeviceGetName(handle)), _text(nvmlDeviceGetUUID(handle))
-    return Card(index, name, int(memory.total), int(memory.free), uuid, running)
+    return Gpu(index, name, int(memory.total), int(memory.free), uuid, running)
 
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value  # nvidia-ml-py before 12 gave bytes
 
 
-def visible(every: tuple[Card, ...], chosen: str | None) -> tuple[Card, ...]:
-    """What CUDA leaves of the cards: numbers or UUID prefixes, up to the first that fits none."""
-    if chosen is None:
-        return every
-    found: list[Card] = []
-    for word in (word.strip() for word in chosen.split(",")):
-        fits = [card for card in every if word == str(card.index) or (word and card.uuid.startswith(word))]
-        if not fits:
+def visible_gpus(installed: tuple[Gpu, ...], cuda_visible_devices: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible: indices or UUID prefixes, up to the first unknown one."""
+    if cuda_visible_devices is None:
+        return installed
+    found: list[Gpu] = []
+    for word in (word.strip() for word in cuda_visible_devices.split(",")):
+        matches = [gpu for gpu in installed if word == str(gpu.index) or (word and gpu.uuid.startswith(word))]
+        if not matches:
             break
-        found.append(fits[0])
+        found.append(matches[0])
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A memory file system: bytes in all and free, and what is wrong with writing there."""
+    """The shared-memory file system: total and free bytes, and why it cannot be written (empty if it can)."""
 
     total: int
     free: int
     problem: str = ""
 
 
-def shared_memory(path: Path = SHM) -> SharedMemory:
-    """Size of /dev/shm, and whether a file can be made there."""
+def shared_memory(path: Path = SHM_FOLDER) -> SharedMemory:
+    """Read the size of /dev/shm and try to write a file there."""
     try:
         stat = os.statvfs(path)
         total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
@@ -115,7 +116,7 @@ def shared_memory(path: Path = SHM) -> SharedMemory:
 
 
 def port_is_free(port: int) -> bool:
-    """Nobody listens on `port` here."""
+    """Whether no process of this machine listens on `port`."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -125,10 +126,14 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def resolve(name: str, limit_s: float = 5.0) -> tuple[str, str]:
-    """The address of a host name, or what is wrong; a name server that does not answer is not waited for."""
+def resolve_host(name: str, limit_s: float = 5.0) -> tuple[str, str]:
+    """Resolve a host name, for at most `limit_s` seconds.
+
+    Returns:
+        (address, ""), or ("", the reason why it does not resolve).
+    """
     try:
-        found = within(limit_s, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        found = call_with_timeout(limit_s, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except TimeoutError:
         return "", f"no answer within {limit_s:.0f} s"
     except OSError as problem:
@@ -136,8 +141,8 @@ def resolve(name: str, limit_s: float = 5.0) -> tuple[str, str]:
     return str(found[0][4][0]), ""
 
 
-def is_ours(address: str) -> bool:
-    """An interface of this machine has that address."""
+def is_local_address(address: str) -> bool:
+    """Whether a network interface of this machine has that address."""
     kind = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(kind) as probe:
         try:
@@ -147,8 +152,12 @@ def is_ours(address: str) -> bool:
     return True
 
 
-def within(limit_s: float, call: Callable[[], _T]) -> _T:
-    """The call's result, or TimeoutError after `limit_s` seconds (the call itself cannot be stopped)."""
+def call_with_timeout(limit_s: float, call: Callable[[], _T]) -> _T:
+    """The result of `call`.
+
+    Raises:
+        TimeoutError: no result after `limit_s` seconds (the call itself goes on in its thread).
+    """
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
         return pool.submit(call).result(limit_s)

@@ -63,7 +63,7 @@ _LOST_PEER = (
 )
 
 
-def tell(logs: Path, world_size: int, starter_log: Path | None = None) -> int:
+def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None) -> int:
     """Say what became of a run whose ranks have ended, the first failing rank's own error first.
 
     Returns:

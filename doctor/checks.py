@@ -16,7 +16,7 @@ from typing import Literal
 
 from packaging.specifiers import SpecifierSet
 
-from common import machine_facts as facts
+from common import machine_facts
 
 GIB = 2**30
 CHECKPOINTS = 21 * GIB  # three of Qwen2.5-0.5B: two kept and one in the making
@@ -49,7 +49,7 @@ def checks(devices: int | None) -> Iterator[Check]:
     Args:
         devices: GPUs (or, without any, CPU ranks) that a run is to have; None where nobody said.
     """
-    cards = facts.cards()
+    cards = machine_facts.query_gpus()
     yield from _gpus(cards, devices)
     yield from _versions(cards)
     parts: list[Callable[[], Iterator[Check]]] = [_shared_memory, _port, _host, _limits, _disk, _container]
@@ -57,17 +57,17 @@ def checks(devices: int | None) -> Iterator[Check]:
         yield from part()
 
 
-def _gpus(cards: facts.Cards, devices: int | None) -> Iterator[Check]:
+def _gpus(cards: machine_facts.Gpus, devices: int | None) -> Iterator[Check]:
     nodes = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if cards.problem and nodes:
         yield Check("driver", "error", f"{nodes} device file(s), but {cards.problem}", "reinstall or reload the driver")
         return
-    if not cards.every:
+    if not cards.installed:
         level: Literal["ok", "error"] = "ok" if devices is None else "error"
         yield Check("GPU", level, f"none ({cards.problem or 'NVML finds none'}): CPU recipes only", _how_to_gpus())
         return
     yield Check("driver", "ok", f"{cards.driver}, runs CUDA up to {cards.cuda // 1000}.{cards.cuda % 1000 // 10}")
-    for card in cards.every:
+    for card in cards.installed:
         used = f", used by {card.processes} process(es)" if card.processes else ""
         text = f"{card.name}, {card.free / GIB:.1f} of {card.total / GIB:.1f} GiB free{used}"
         full = card.free < 20e9
@@ -77,11 +77,11 @@ def _gpus(cards: facts.Cards, devices: int | None) -> Iterator[Check]:
             text,
             "20 GB free are advised for the 0.5B model: nvidia-smi shows who uses it" if full else "",
         )
-    hidden = len(cards.every) - len(cards.visible)
+    hidden = len(cards.installed) - len(cards.visible)
     if hidden or (devices or 0) > len(cards.visible):
         few = len(cards.visible) < (devices or 1)
         value = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"{len(cards.visible)} of {len(cards.every)} GPU(s) (CUDA_VISIBLE_DEVICES={value!r})"
+        found = f"{len(cards.visible)} of {len(cards.installed)} GPU(s) (CUDA_VISIBLE_DEVICES={value!r})"
         yield Check(
             "visible", "error" if few else "ok", found, "unset CUDA_VISIBLE_DEVICES, or --devices" if few else ""
         )
@@ -91,7 +91,7 @@ def _how_to_gpus() -> str:
     return "in a container: docker run --gpus all" if _in_container() else ""
 
 
-def _versions(cards: facts.Cards) -> Iterator[Check]:
+def _versions(cards: machine_facts.Gpus) -> Iterator[Check]:
     for name, (wanted, needed) in SUPPORTED.items():
         found = _version(name)
         if found is None:
@@ -100,12 +100,12 @@ def _versions(cards: facts.Cards) -> Iterator[Check]:
             yield Check(name, "error" if needed else "warning", f"{found}, tested with {wanted}", "make setup")
         else:
             yield Check(name, "ok", found + (_cuda_of_torch(cards) if name == "torch" else ""))
-    if cards.every and _cuda_of_torch(cards).endswith("(CPU only)"):
+    if cards.installed and _cuda_of_torch(cards).endswith("(CPU only)"):
         yield Check("torch's CUDA", "error", "a CPU build on a machine with a GPU", "install torch with CUDA")
     if problem := _too_new(cards):
         yield Check("torch's CUDA", "error", problem, "a newer driver, or a torch built for an older CUDA")
     found = _version("transformer_engine")
-    if found is None and cards.every:
+    if found is None and cards.installed:
         text = "not installed: local layers with SDPA attention, slower, no distributed optimizer"
         yield Check("transformer_engine", "warning", text, "pip install transformer_engine[pytorch]")
     elif found is not None and not SpecifierSet(TRANSFORMER_ENGINE).contains(found.split("+")[0], prereleases=True):
@@ -134,12 +134,12 @@ def _torch_cuda() -> str | None:
     return match[1] if match else None
 
 
-def _cuda_of_torch(cards: facts.Cards) -> str:
+def _cuda_of_torch(cards: machine_facts.Gpus) -> str:
     cuda = _torch_cuda()
     return f", CUDA {cuda}" if cuda else " (CPU only)"
 
 
-def _too_new(cards: facts.Cards) -> str:
+def _too_new(cards: machine_facts.Gpus) -> str:
     """A driver runs every CUDA of its own major version (minor version compatibility), and older ones."""
     cuda = _torch_cuda()
     if not cuda or not cards.cuda or int(cuda.split(".")[0]) <= cards.cuda // 1000:
@@ -148,15 +148,15 @@ def _too_new(cards: facts.Cards) -> str:
 
 
 def _shared_memory() -> Iterator[Check]:
-    shm = facts.shared_memory()
+    shm = machine_facts.shared_memory()
     size = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free"
     mend = "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; else --env nccl-no-shm"
     if shm.problem:
-        text = f"{facts.SHM} cannot be written: {shm.problem} ({size})"
+        text = f"{machine_facts.SHM_FOLDER} cannot be written: {shm.problem} ({size})"
         yield Check("shared memory", "error", text, mend)
-    elif shm.free < facts.SHM_LEAST:
+    elif shm.free < machine_facts.SHM_MINIMUM:
         yield Check("shared memory", "error", size + ": NCCL and data loaders need 64 MiB and more", mend)
-    elif shm.free < facts.SHM_GOOD:
+    elif shm.free < machine_facts.SHM_RECOMMENDED:
         yield Check("shared memory", "warning", size + ": NCCL may need up to 1 GiB", mend)
     else:
         yield Check("shared memory", "ok", size)
@@ -168,7 +168,7 @@ def _port() -> Iterator[Check]:
         yield Check("port", "error", f"MASTER_PORT={named!r} is no port", "unset MASTER_PORT")
         return
     first = int(named or PORT)
-    free = [port for port in range(first, min(first + PORTS, 65536)) if facts.port_is_free(port)]
+    free = [port for port in range(first, min(first + PORTS, 65536)) if machine_facts.port_is_free(port)]
     if free[:1] == [first]:
         yield Check("port", "ok", f"{first} is free")
     elif free and not named:
@@ -183,11 +183,11 @@ def _port() -> Iterator[Check]:
 
 def _host() -> Iterator[Check]:
     name = socket.gethostname()
-    address, problem = facts.resolve(name)
+    address, problem = machine_facts.resolve_host(name)
     mend = f"a line '127.0.1.1 {name}' in /etc/hosts; on one machine MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo"
     if problem:
         yield Check("host name", "error", f"{name!r} does not resolve: {problem}", mend)
-    elif not facts.is_ours(address):
+    elif not machine_facts.is_local_address(address):
         yield Check("host name", "error", f"{name!r} is {address}, which no interface here has", mend)
     else:
         yield Check("host name", "ok", f"{name!r} is {address}")
@@ -224,7 +224,7 @@ def _in_container() -> bool:
 def _container() -> Iterator[Check]:
     if not _in_container():
         return
-    default = facts.shared_memory().total == facts.SHM_LEAST
+    default = machine_facts.shared_memory().total == machine_facts.SHM_MINIMUM
     text = "yes, with docker's default 64 MiB of shared memory" if default else "yes"
     do = "docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 ..."
     yield Check("container", "warning" if default else "ok", text, do if default else "")

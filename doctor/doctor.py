@@ -45,7 +45,7 @@ def doctor(devices: int | None = None, write: Path | None = None, *, every: bool
     start, console = time.monotonic(), Console(stderr=as_json)
     looked = list(checks(devices))
     console.print(_checks_table(looked))
-    gpus = len(machine_facts.cards().visible)
+    gpus = len(machine_facts.query_gpus().visible)
     ranks = devices or (gpus or 2)
     steps = ladder.rungs(gpus, min(ranks, gpus) if gpus else ranks)
     results = list(_told(steps, console, BUDGET_S - (time.monotonic() - start), every))

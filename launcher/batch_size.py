@@ -8,7 +8,7 @@ import logging
 import os
 
 from common import machine_facts
-from common.environment.sets import BACKEND
+from common.environment.sets import BACKEND_KEY
 from common.rundir import RunDir
 from common.spec import RunSpec
 from recipes import memory, overrides, registry
@@ -47,14 +47,14 @@ def fit(spec: RunSpec, folder: RunDir, *, here: bool) -> RunSpec:
 def planned(spec: RunSpec) -> Plan:
     """The plan of a spec in this environment, as far as it can be told before NeMo is imported."""
     found = overrides.early(registry.resolve(spec.recipe).plan, spec.overrides)
-    if os.environ.get(BACKEND) == "gloo":  # recipes/build/collectives.py
+    if os.environ.get(BACKEND_KEY) == "gloo":  # recipes/build/collectives.py
         found = dataclasses.replace(found, distributed_optimizer=False)
     return found
 
 
 def _card(spec: RunSpec, plan: Plan, here: bool) -> tuple[float | None, memory.Path]:
     """GiB of the smallest card that a rank gets, if it can be asked, and the path that trains on it."""
-    cards = machine_facts.cards().visible[: plan.devices] if here else ()
+    cards = machine_facts.query_gpus().visible[: plan.devices] if here else ()
     size = min((card.total / memory.GIB for card in cards), default=None)
     words = [overrides.split(word) for word in spec.overrides]
     if any(path in memory.SPARING and value.strip().lower() == "false" for path, _, value in words):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from common import logs, rundir
-from common.environment import merge as env
+from common.environment.merge import Setting, apply_environment, restart_with_preloads
 from common.environment.sets import TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.rundir import RunDir
@@ -42,7 +42,7 @@ def launch(spec: RunSpec) -> int:
     Raises:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
-    logs.console()
+    logs.log_to_console()
     spec = _complete(spec)
     submit = executors.resolve(spec.executor or "direct")
     cluster = _cluster(spec)
@@ -51,9 +51,9 @@ def launch(spec: RunSpec) -> int:
     if spec.executor == "direct" and (dropped := place.alone(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
     before = dict(os.environ)
-    settings = env.apply(_env_name(spec.env or plan.env, cluster), os.environ, plan)
+    settings = apply_environment(_env_name(spec.env or plan.env, cluster), os.environ, plan)
     if spec.executor == "direct" and not spec.dryrun:
-        env.restart_with_preloads(settings, before)
+        restart_with_preloads(settings, before)
     spec = fit.fit(spec, folder, here=spec.executor in HERE)
     plan = fit.planned(spec)
     spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
@@ -123,7 +123,7 @@ def _env_name(name: str, cluster: Cluster | None) -> str:
     return "+".join(layers)
 
 
-def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting], cluster: Cluster | None) -> Job:
+def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[Setting], cluster: Cluster | None) -> Job:
     return Job(
         folder=folder,
         logs=folder.attempt(spec.attempt),
@@ -138,7 +138,7 @@ def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting],
     )
 
 
-def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[env.Setting]) -> str:
+def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Setting]) -> str:
     """Everything the ranks read; returns the resolved configuration. A dry run of a resume leaves the run alone."""
     if spec.resume:
         build.resume_from_newest(built, folder)
@@ -154,7 +154,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[env
     return text
 
 
-def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[env.Setting]) -> None:
+def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[Setting]) -> None:
     """What will run, where, and every automatically chosen value with its reason."""
     log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
     log.info("ranks: %d = %d node(s) x %d device(s)", plan.devices * plan.num_nodes, plan.num_nodes, plan.devices)

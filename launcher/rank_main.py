@@ -13,8 +13,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import logs
-from common import rank_states as states
+from common import logs, rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
@@ -42,7 +41,7 @@ def train(folder: RunDir, where: Place | None = None) -> int:
     spec = folder.spec()
     spec = dataclasses.replace(spec, attempt=spec.attempt + where.restarts)
     attempt = folder.attempt(spec.attempt)
-    logs.to_file(attempt, where.rank)
+    logs.log_to_file(attempt, where.rank)
     with _last_word(attempt, where.rank):
         if spec.executor not in HERE and where.local_rank == 0:
             _check(fit.planned(spec), folder)
@@ -90,7 +89,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
     attempt = folder.attempt(spec.attempt)
 
     def last_word(text: str) -> None:
-        states.RankState(rank=where.rank, state=states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
+        rank_states.RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
 
     ranks.declare(build.to_yaml(built.partial), build.manifests(built.partial))
     try:
@@ -109,7 +108,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
         log.info("logs:       %s", attempt)
         log.info("metrics:    %s", folder.metrics)
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
-    states.RankState(rank=where.rank, state=states.DONE).write(attempt)
+    rank_states.RankState(rank=where.rank, state=rank_states.DONE).write(attempt)
     _wait_for_all()
     return 0
 
@@ -118,7 +117,7 @@ def _stopped(folder: RunDir, spec: RunSpec, where: Place, *, together: bool) -> 
     if where.rank == 0:
         what = f"resume with: {spec.resume_command}" if folder.whole_checkpoints() else "there is no checkpoint yet"
         log.warning("stopped by Ctrl-C; %s", what)
-    state = states.RankState(rank=where.rank, state=states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
+    state = rank_states.RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
     state.write(folder.attempt(spec.attempt))
     if together:
         _wait_for_all()
@@ -136,17 +135,17 @@ def _wait_for_all() -> None:
 @contextlib.contextmanager
 def _last_word(attempt: Path, rank: int) -> Iterator[None]:
     """Keep what becomes of this rank where its launcher finds it."""
-    states.RankState(rank=rank).write(attempt)
+    rank_states.RankState(rank=rank).write(attempt)
     try:
         yield
     except KeyboardInterrupt:
-        states.RankState(rank=rank, state=states.INTERRUPTED, exit_code=EXIT_INTERRUPTED).write(attempt)
+        rank_states.RankState(rank=rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED).write(attempt)
         raise
     except (Exception, SystemExit) as error:
         code = error.exit_code if isinstance(error, ProjectError) else EXIT_RUN
         text = error.explain() if isinstance(error, ProjectError) else traceback.format_exc()
         logging.getLogger("rank").info("failed:\n%s", text)
-        states.RankState(rank=rank, state=states.FAILED, exit_code=code, error=text).write(attempt)
+        rank_states.RankState(rank=rank, state=rank_states.FAILED, exit_code=code, error=text).write(attempt)
         raise
 
 
@@ -184,7 +183,7 @@ def main(argv: list[str]) -> int:
         if folder.spec().executor == "slurm":
             shield.raise_()
         where = _settle(folder)
-        logs.console(where.rank, folder.attempt(folder.spec().attempt + where.restarts) / "console.log")
+        logs.log_to_console(where.rank, folder.attempt(folder.spec().attempt + where.restarts) / "console.log")
         return train(folder, where)
     except ProjectError as error:
         print(f"error: {error.explain()}", file=sys.stderr)

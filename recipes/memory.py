@@ -13,7 +13,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import UserError, unknown
+from common.errors import UserError, unknown_name
 from recipes.plan import Plan
 
 GIB = 2**30
@@ -116,7 +116,7 @@ def fit(plan: Plan, profile: str, card_gib: float, path: Path = "fast") -> tuple
         UserError: an unknown profile, or a card that one sample of 512 tokens does not fit on.
     """
     if profile not in PROFILES:
-        raise unknown("memory profile", profile, PROFILES, "choose one of them")
+        raise unknown_name("memory profile", profile, PROFILES, "choose one of them")
     room = PROFILES[profile] * card_gib
     sized = [_sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(MOST, 0, -1)]
     fitting = [one for one in sized if estimate(one, path).card_gib <= room]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, unknown
+from common.errors import UserError, unknown_name
 from recipes.schedules import Schedule, build
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def profile(name: str) -> Profile:
         UserError: there is none.
     """
     if name not in PROFILES:
-        raise unknown("profile", name, PROFILES, "docs/schedules.md says which one when")
+        raise unknown_name("profile", name, PROFILES, "docs/schedules.md says which one when")
     return PROFILES[name]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from common.errors import UserError, unknown
+from common.errors import UserError, unknown_name
 from recipes.plan import Recipe
 
 RECIPES: dict[str, tuple[str, str]] = {
@@ -27,7 +27,7 @@ def resolve(name: str) -> Recipe:
         UserError: the name is not registered; the nearest ones are offered.
     """
     if name not in RECIPES:
-        raise unknown("recipe", name, RECIPES, "python launch.py recipes")
+        raise unknown_name("recipe", name, RECIPES, "python launch.py recipes")
     module, function = RECIPES[name][0].split(":")
     found = getattr(importlib.import_module(module), function)
     if not isinstance(found, Recipe):

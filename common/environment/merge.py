@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Protocol
 
 from common.environment import vccl
-from common.environment.sets import BACKEND, BASE, ONLY_IF, SETS, TIERS, TIMEOUT, VERBATIM, Table
-from common.errors import UserError, unknown
+from common.environment.sets import BACKEND_KEY, BASE, ONLY_IF, SETS, TIERS, TIMEOUT_KEY, VERBATIM, Table
+from common.errors import UserError, unknown_name
 
 _PRELOADS = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 _LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
@@ -66,7 +66,7 @@ class Setting:
     only_if: str = ""
 
 
-def layers(name: str) -> list[tuple[str, Table]]:
+def parse_layers(name: str) -> list[tuple[str, Table]]:
     """The layers of `dual+prod`, in the order in which they apply: sets as written, then the tier.
 
     Raises:
@@ -89,7 +89,7 @@ def _file(word: str) -> Table:
     """A layer from a file of `export KEY=value  # reason` lines; nothing in it is executed."""
     if "/" not in word and not word.endswith(".env"):
         also = ", or a FILE.env; joined as in dual+prod"
-        raise unknown("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
+        raise unknown_name("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
     try:
         lines = Path(word).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as problem:
@@ -127,14 +127,14 @@ def _read(line: str, where: str) -> tuple[str, str, str]:
     return match["key"], "".join(words), reason.strip()
 
 
-def resolve(name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
+def resolve_environment(name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
     """What set `name` comes to in `environ` for a run of this parallelism (not needed to list the set).
 
     Raises:
         UserError: no such set, values that exclude each other, or no usable VCCL library.
     """
     merged: dict[str, Setting] = {}
-    for source, table in layers(name):
+    for source, table in parse_layers(name):
         for key, (value, reason) in table.items():
             condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
             if condition and parallelism is not None and not _holds(condition, parallelism, environ):
@@ -144,17 +144,19 @@ def resolve(name: str, environ: Mapping[str, str], parallelism: Parallelism | No
             merged[key] = Setting(key, value, source, reason, condition if parallelism is None else "")
     settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
     _check({**environ, **{s.key: s.value for s in settings if not s.only_if}})
-    if any(source in ("vccl", "vccl-ft") for source, _ in layers(name)):
+    if any(source in ("vccl", "vccl-ft") for source, _ in parse_layers(name)):
         settings += [Setting(*row) for row in vccl.settings(environ)]
     return settings
 
 
-def apply(name: str, environ: MutableMapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
+def apply_environment(
+    name: str, environ: MutableMapping[str, str], parallelism: Parallelism | None = None
+) -> list[Setting]:
     """Put set `name` into `environ`; keys that are there already stay as they are.
 
-    Without `parallelism` a key that needs a certain parallelism is left out. Raises as `resolve` does.
+    Without `parallelism` a key that needs a certain parallelism is left out. Raises as `resolve_environment` does.
     """
-    settings = [setting for setting in resolve(name, environ, parallelism) if not setting.only_if]
+    settings = [setting for setting in resolve_environment(name, environ, parallelism) if not setting.only_if]
     environ.update({setting.key: setting.value for setting in settings})
     return settings
 
@@ -182,14 +184,20 @@ def _shown(key: str, value: str, parallelism: Parallelism) -> str:
 
 def _check(values: Mapping[str, str]) -> None:
     """Values that only fail hours later, or silently."""
-    timeout = values.get(TIMEOUT, "600")
+    timeout = values.get(TIMEOUT_KEY, "600")
     if not re.fullmatch(r"\d{1,6}", timeout) or int(timeout) < 1:
         raise UserError(
-            f"{TIMEOUT} is not a time", expected="whole seconds, 1 or more", found=repr(timeout), do=f"{TIMEOUT}=600"
+            f"{TIMEOUT_KEY} is not a time",
+            expected="whole seconds, 1 or more",
+            found=repr(timeout),
+            do=f"{TIMEOUT_KEY}=600",
         )
-    if values.get(BACKEND, "nccl") not in ("nccl", "gloo"):
+    if values.get(BACKEND_KEY, "nccl") not in ("nccl", "gloo"):
         raise UserError(
-            f"{BACKEND} is no backend", expected="nccl or gloo", found=repr(values[BACKEND]), do=f"unset {BACKEND}"
+            f"{BACKEND_KEY} is no backend",
+            expected="nccl or gloo",
+            found=repr(values[BACKEND_KEY]),
+            do=f"unset {BACKEND_KEY}",
         )
     if values.get("NCCL_ENABLE_FAULT_TOLERANCE") == "1":
         if values.get("NCCL_PASS_SM") == "1":
@@ -208,9 +216,9 @@ def _check(values: Mapping[str, str]) -> None:
             )
 
 
-def timeout_s(environ: Mapping[str, str]) -> int:
+def collective_timeout_s(environ: Mapping[str, str]) -> int:
     """Seconds that a collective waits for a lost rank."""
-    return int(environ.get(TIMEOUT, BASE[TIMEOUT][0]))
+    return int(environ.get(TIMEOUT_KEY, BASE[TIMEOUT_KEY][0]))
 
 
 def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]) -> None:
@@ -220,7 +228,7 @@ def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]
     environment that this one started with, and those two. Does not return if it restarts.
 
     Args:
-        before: the environment as it was before `apply`.
+        before: the environment as it was before `apply_environment`.
     """
     wanted = {s.key: s.value for s in settings if s.key in _PRELOADS}
     if all(before.get(key) == value for key, value in wanted.items()):

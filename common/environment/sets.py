@@ -9,11 +9,14 @@ from __future__ import annotations
 
 Table = dict[str, tuple[str, str]]
 
-TIMEOUT = "CPT_PROCESS_GROUP_TIMEOUT_S"
-BACKEND = "CPT_PROCESS_GROUP_BACKEND"
+TIMEOUT_KEY = "CPT_PROCESS_GROUP_TIMEOUT_S"
+BACKEND_KEY = "CPT_PROCESS_GROUP_BACKEND"
 
 BASE: Table = {
-    TIMEOUT: ("600", "s a collective waits for a lost rank before the run ends with its name; torch's own for NCCL"),
+    TIMEOUT_KEY: (
+        "600",
+        "s a collective waits for a lost rank before the run ends with its name; torch's own for NCCL",
+    ),
     "WANDB_MODE": ("disabled", "this project logs to files and TensorBoard; nothing may stop for a login"),
 }
 
@@ -69,7 +72,10 @@ SETS: dict[str, Table] = {
         "NCCL_PXN_DISABLE": ("0", "PXN on (NCCL's default): a GPU may use its neighbour's nearer NIC over NVLink"),
     },
     "gloo": {
-        BACKEND: ("gloo", "the recipe's process group on TCP: no NCCL, no distributed optimizer; a diagnostic"),
+        BACKEND_KEY: (
+            "gloo",
+            "the recipe's process group on TCP: no NCCL, no distributed optimizer; a diagnostic",
+        ),
     },
     "nccl-no-shm": {
         "NCCL_SHM_DISABLE": ("1", "NCCL without /dev/shm: ranks without a direct path go through the network stack"),
@@ -100,13 +106,13 @@ TIERS: dict[str, Table] = {
         "NCCL_DEBUG_SUBSYS": ("INIT,ENV,NET", "not every collective: that would be gigabytes"),
         "TORCH_DISTRIBUTED_DEBUG": ("INFO", "torch says what it sets up; DETAIL would synchronise each collective"),
         "TORCH_CPP_LOG_LEVEL": ("INFO", "torch's C++ side, where process groups are made"),
-        TIMEOUT: ("120", "s; a broken set-up is told in two minutes"),
+        TIMEOUT_KEY: ("120", "s; a broken set-up is told in two minutes"),
     },
     "staging": {
         "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),
         "TORCH_NCCL_TRACE_BUFFER_SIZE": ("2000", "torch's flight recorder: the last 2000 collectives of each rank"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "the flight recorder is written when a collective times out"),
-        TIMEOUT: ("300", "s; a hang ends the rehearsal soon"),
+        TIMEOUT_KEY: ("300", "s; a hang ends the rehearsal soon"),
     },
     "prod": {
         "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),
@@ -116,7 +122,10 @@ TIERS: dict[str, Table] = {
             "3",
             "torch's default, pinned: a rank that hangs ends; a retry can start",
         ),
-        TIMEOUT: ("1800", "s; room for slow shared storage while rank 0 builds an index or a checkpoint is read"),
+        TIMEOUT_KEY: (
+            "1800",
+            "s; room for slow shared storage while rank 0 builds an index or a checkpoint is read",
+        ),
     },
 }
 

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 
 from rich.table import Table
 
-from common.environment import merge as env
+from common.environment.merge import export_lines, resolve_environment
 from common.environment.sets import BASE, NOT_SET, SETS, TIERS
 
 
-def export(name: str, environ: Mapping[str, str]) -> str:
+def export_shell(name: str, environ: Mapping[str, str]) -> str:
     """Shell lines; `eval "$(python launch.py env SET --export)"` sets them for any other framework."""
-    return "\n".join(env.export_lines(env.resolve(name, environ)))
+    return "\n".join(export_lines(resolve_environment(name, environ)))
 
 
-def explain(name: str | None, environ: Mapping[str, str]) -> Table:
+def settings_table(name: str | None, environ: Mapping[str, str]) -> Table:
     """What set `name` comes to here; without a name, every variable with a verdict that is set now."""
     table = Table(title=f"--env {name}" if name else "set in this shell")
     table.add_column("variable", no_wrap=True)
     for column in ("value", "set by", "verdict"):
         table.add_column(column, overflow="fold")
     if name:
-        for s in env.resolve(name, environ):
+        for s in resolve_environment(name, environ):
             verdict = s.reason + (f" (only with {s.only_if})" if s.only_if else "")
             table.add_row(s.key, s.value or "(empty)", s.source, verdict)
         return table
@@ -42,7 +42,7 @@ def verdict_on(key: str) -> str:
     return "; ".join(f"{name}: {reason}" for reason, name in says.items())
 
 
-def listing() -> Table:
+def sets_table() -> Table:
     """All sets and tiers with their keys."""
     table = Table("set", "sets", title="--env SET, or SET+SET+TIER, or a FILE.env")
     for kind, group in (("", SETS), (" (tier)", TIERS)):

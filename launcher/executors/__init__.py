@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from common.errors import unknown
+from common.errors import unknown_name
 from common.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def check(name: str) -> None:
         UserError: no such executor.
     """
     if name not in EXECUTORS:
-        raise unknown("executor", name, EXECUTORS, "--executor direct")
+        raise unknown_name("executor", name, EXECUTORS, "--executor direct")
 
 
 def resolve(name: str) -> Callable[[Job], int]:

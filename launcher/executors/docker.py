@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import rank_states as states
+from common import rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
 from launcher.cluster_file import Cluster, plain_name
 from launcher.executors import Job
@@ -211,7 +211,7 @@ def _follow(container: Any, own: Path, job: Job) -> int:
                 return EXIT_INTERRUPTED
             asked = True
             # the ranks themselves: torchrun would give them 30 s and then kill them in a save
-            ranks = [str(state.pid) for state in states.read(job.logs) if state.state == states.RUNNING]
+            ranks = [str(state.pid) for state in rank_states.read(job.logs) if state.state == rank_states.RUNNING]
             container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_OWN}/pid)'}"])
     return _end(own, job, asked)
 
@@ -221,11 +221,11 @@ def _end(own: Path, job: Job, asked: bool) -> int:
     code = int(written.read_text()) if written.exists() else EXIT_RUN
     if code == 0:
         return 0
-    first = states.first_failure(states.read(job.logs))
+    first = rank_states.first_failure(rank_states.read(job.logs))
     if first is not None:
         log.error("rank %d failed first:\n%s", first.rank, first.error.rstrip())
         return first.exit_code
-    if asked or any(state.state == states.INTERRUPTED for state in states.read(job.logs)):
+    if asked or any(state.state == rank_states.INTERRUPTED for state in rank_states.read(job.logs)):
         log.warning("stopped; resume with: %s", job.resume_command)
         return EXIT_INTERRUPTED
     what = f"with code {code}" if written.exists() else "before its command did (removed, or out of memory)"

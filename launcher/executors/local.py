@@ -9,8 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common import logs
-from common import rank_states as states
+from common import logs, rank_states
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import PassedOn
@@ -35,7 +34,7 @@ def submit(job: Job) -> int:
     log.info("resume:    %s", job.resume_command)
     with Follower(job.logs / "console.log"), PassedOn(lambda count: _signal_ranks(job, count)):
         _run(job)
-    return states.tell(job.logs, job.world_size, _torchrun_log(job))
+    return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job))
 
 
 def _environment(job: Job) -> list[str]:
@@ -71,7 +70,7 @@ def _run(job: Job) -> None:
     with run.Experiment("local", executor=executor, base_dir=str(home), log_level="ERROR") as experiment:
         experiment.add(ranks, name="ranks")
         experiment.run(detach=False)
-    logs.console()  # an Experiment takes the log handlers for itself
+    logs.log_to_console()  # an Experiment takes the log handlers for itself
 
 
 def _torchrun_log(job: Job) -> Path | None:
@@ -81,11 +80,11 @@ def _torchrun_log(job: Job) -> Path | None:
 
 def _signal_ranks(job: Job, count: int) -> None:
     """To the ranks themselves: torchrun would give them 30 s, and then kill them in the middle of a save."""
-    known = states.read(job.logs)
+    known = rank_states.read(job.logs)
     if not known:
         log.warning("no rank is up yet")
         raise KeyboardInterrupt
     for state in known:
-        if state.state == states.RUNNING:
+        if state.state == rank_states.RUNNING:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(state.pid, signal.SIGINT if count < 3 else signal.SIGKILL)

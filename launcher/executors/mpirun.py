@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import rank_states as states
+from common import rank_states
 from common.errors import PreflightError, UserError
 from launcher.executors import Job
 from launcher.executors.follow import Follower
@@ -54,7 +54,7 @@ def submit(job: Job) -> int:
         # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
         with PassedOn(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
             ranks.wait()
-    return states.tell(job.logs, job.world_size, own)
+    return rank_states.log_outcome(job.logs, job.world_size, own)
 
 
 def _command(job: Job, program: str) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common import rank_states as states
+from common import rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
 from launcher.cluster_file import Cluster, Ssh
 from launcher.executors import Job
@@ -130,7 +130,7 @@ def _show_new(tunnel: Tunnel, path: str, shown: dict[str, int]) -> None:
 
 def _failed(tunnel: Tunnel, submitted: Submitted, seen: _Seen) -> int:
     found = _states(tunnel, submitted.attempt(seen.restarts))
-    first = states.first_failure(found)
+    first = rank_states.first_failure(found)
     if first is not None:
         log.error("rank %d failed first, on %s:\n%s", first.rank, first.host, first.error.rstrip())
     else:
@@ -149,7 +149,7 @@ def _advice(seen: _Seen, submitted: Submitted) -> str:
     return f"logs: {submitted.attempt(seen.restarts)} and {submitted.logs}"
 
 
-def _states(tunnel: Tunnel, logs: str) -> list[states.RankState]:
+def _states(tunnel: Tunnel, logs: str) -> list[rank_states.RankState]:
     listed = run(tunnel, ["find", logs, "-name", "rank-*.json"]).stdout.split("\n")
     rows = [run(tunnel, ["cat", path]).stdout for path in listed if path]
-    return [states.RankState(**json.loads(row)) for row in rows if row]
+    return [rank_states.RankState(**json.loads(row)) for row in rows if row]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-from common import machine_facts as facts
-from common.environment.sets import BACKEND
+from common import machine_facts
+from common.environment.sets import BACKEND_KEY
 from common.rundir import RunDir
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
@@ -18,9 +18,9 @@ PORTS = 10
 def many(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """What this machine must have for the plan's ranks."""
     if plan.accelerator == "gpu":
-        yield from memory(plan, facts.cards())
+        yield from memory(plan, machine_facts.query_gpus())
         if plan.devices > 1:
-            yield from shared_memory(facts.shared_memory(), os.environ)
+            yield from shared_memory(machine_facts.shared_memory(), os.environ)
     if plan.devices * plan.num_nodes > 1:
         yield from port(os.environ)
 
@@ -31,7 +31,7 @@ def least_bytes(plan: Plan) -> float:
     return parameters * (2 + 4 + 12 / plan.optimizer_shards)
 
 
-def memory(plan: Plan, cards: facts.Cards) -> Iterator[Finding]:
+def memory(plan: Plan, cards: machine_facts.Gpus) -> Iterator[Finding]:
     """Each card that a rank gets has room for the model's states, and the advised room for its activations."""
     if plan.tensor_parallel * plan.pipeline_parallel < 1:
         return
@@ -56,17 +56,22 @@ def memory(plan: Plan, cards: facts.Cards) -> Iterator[Finding]:
             )
 
 
-def shared_memory(shm: facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:
+def shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:
     """NCCL's ranks on one machine meet in /dev/shm, unless they are told not to."""
-    if environ.get("NCCL_SHM_DISABLE") == "1" or environ.get(BACKEND) == "gloo":
+    if environ.get("NCCL_SHM_DISABLE") == "1" or environ.get(BACKEND_KEY) == "gloo":
         return
-    found = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free in {facts.SHM}"
+    found = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free in {machine_facts.SHM_FOLDER}"
     do = "docker run --ipc=host (or --shm-size=8g), else --env nccl-no-shm; python launch.py doctor tells more"
     if shm.problem:
-        yield error("NCCL cannot write its shared memory", expected=f"{facts.SHM} writable", found=shm.problem, do=do)
-    elif shm.free < facts.SHM_LEAST:
+        yield error(
+            "NCCL cannot write its shared memory",
+            expected=f"{machine_facts.SHM_FOLDER} writable",
+            found=shm.problem,
+            do=do,
+        )
+    elif shm.free < machine_facts.SHM_MINIMUM:
         yield error("too little shared memory for NCCL", expected="64 MiB, better 1 GiB", found=found, do=do)
-    elif shm.free < facts.SHM_GOOD:
+    elif shm.free < machine_facts.SHM_RECOMMENDED:
         yield warning("little shared memory for NCCL", expected="1 GiB", found=found, do=do)
 
 
@@ -78,7 +83,9 @@ def port(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not named.isdigit() or not 0 < int(named) < 65536:
         yield error("MASTER_PORT is no port", expected="1 to 65535", found=repr(named), do="unset MASTER_PORT")
         return
-    near = [number for number in range(int(named), min(int(named) + PORTS, 65536)) if facts.port_is_free(number)]
+    near = [
+        number for number in range(int(named), min(int(named) + PORTS, 65536)) if machine_facts.port_is_free(number)
+    ]
     if near[:1] == [int(named)]:
         return
     yield error(

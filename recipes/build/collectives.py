@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import fiddle as fdl
 
-from common.environment.sets import BACKEND
+from common.environment.sets import BACKEND_KEY
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def adapt(recipe: run.Partial, environ: Mapping[str, str]) -> list[str]:
     Returns:
         one line per change: `path: old -> new (reason)`.
     """
-    return with_gloo(recipe) if environ.get(BACKEND) == "gloo" else []
+    return with_gloo(recipe) if environ.get(BACKEND_KEY) == "gloo" else []
 
 
 def with_gloo(recipe: run.Partial) -> list[str]:

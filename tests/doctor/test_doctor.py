@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.environment import merge as env
+from common.environment.merge import parse_layers, resolve_environment
 from doctor import ladder
 from doctor.checks import SUPPORTED, TRANSFORMER_ENGINE
 
@@ -42,7 +42,7 @@ def test_a_whole_machine(tmp_path: Path) -> None:
     assert rungs[0]["failed"] == "" and rungs[0]["seconds"]
     assert set(rungs[0]["found"]) == set(ladder.STEPS)
     assert len(rungs) == 1  # the first way holds: no other is tried
-    assert env.layers(str(tmp_path / "way.env"))[1][1] == {}
+    assert parse_layers(str(tmp_path / "way.env"))[1][1] == {}
 
 
 @namespaces
@@ -84,7 +84,7 @@ def test_the_rung_below_is_found_and_written(tmp_path: Path) -> None:
     assert rungs[0]["failed"] == "init"
     assert "nosuch0" in rungs[0]["why"] or "device" in rungs[0]["why"].lower()
     assert rungs[1]["failed"] == ""
-    found = {s.key: s.value for s in env.resolve(f"cpu+{tmp_path / 'way.env'}", {})}
+    found = {s.key: s.value for s in resolve_environment(f"cpu+{tmp_path / 'way.env'}", {})}
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     shell = f". {tmp_path / 'way.env'} && {DOCTOR}"
     assert _doctor(shell, cwd=tmp_path, GLOO_SOCKET_IFNAME="nosuch0")[0] == 0
@@ -110,7 +110,7 @@ def test_the_ladder_by_gpus() -> None:
     assert {rung.world_size for rung in ladder.rungs(8, 1)} == {1}
     layers = {rung.layer: rung.env for rung in ladder.rungs(2, 2) if rung.layer}
     for name, table in layers.items():
-        assert {k: v for k, (v, _) in table.items()} == {k: v for k, (v, _) in env.layers(name)[1][1].items()}
+        assert {k: v for k, (v, _) in table.items()} == {k: v for k, (v, _) in parse_layers(name)[1][1].items()}
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:

@@ -100,8 +100,8 @@ def test_sharing_makes_it_less() -> None:
 def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """On the smallest card that a rank gets, unless the user chose; a resumed run keeps what it began with."""
     gib = 2**30
-    cards = tuple(machine_facts.Card(i, "card", n * gib, n * gib, str(i), 0) for i, n in enumerate((48, 24)))
-    monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(cards, cards))
+    cards = tuple(machine_facts.Gpu(i, "card", n * gib, n * gib, str(i), 0) for i, n in enumerate((48, 24)))
+    monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards, cards))
     monkeypatch.setattr(fit.importlib.util, "find_spec", lambda _: object())
     run = RunDir("run", tmp_path)
     spec = RunSpec(recipe="qwen25_500m_dual")
@@ -118,7 +118,7 @@ def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     run.path.mkdir()
     run.spec_file.write_text(fitted.to_json())
     again = dataclasses.replace(spec, resume=True)
-    monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(cards[:1], cards[:1]))
+    monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards[:1], cards[:1]))
     assert fit.fit(again, run, here=True).overrides == fitted.overrides
     more = dataclasses.replace(again, overrides=("trainer.devices=6",))  # 126 / 6 = 21 = 7 x 3
     assert fit.fit(more, run, here=True).overrides == ("trainer.devices=6", *fitted.overrides)
@@ -133,8 +133,8 @@ def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(fit.importlib.util, "find_spec", lambda _: object())
 
     def fitted(name: str, card: int, *words: str) -> tuple[str, ...]:
-        cards = (machine_facts.Card(0, "card", card * gib, card * gib, "0", 0),)
-        monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(cards, cards))
+        cards = (machine_facts.Gpu(0, "card", card * gib, card * gib, "0", 0),)
+        monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards, cards))
         return fit.fit(RunSpec(recipe=name, overrides=words), run, here=True).overrides
 
     assert fitted("qwen25_500m_single", 80) == ("data.micro_batch_size=4",)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from common import rundir
-from common.environment import merge as env
+from common.environment.merge import apply_environment
+from common.environment.sets import SETS
 from common.errors import UserError
 from common.spec import RunSpec
 from recipes import overrides, registry
@@ -71,7 +72,7 @@ def test_unreadable_overrides(word: str) -> None:
 
 def test_the_users_environment_wins_and_is_named() -> None:
     environ = {"NCCL_NVLS_ENABLE": "1"}
-    settings = {s.key: s for s in env.apply("official", environ)}
+    settings = {s.key: s for s in apply_environment("official", environ)}
     assert environ["NCCL_NVLS_ENABLE"] == "1"
     assert settings["NCCL_NVLS_ENABLE"].source == "user"
     assert settings["CUDA_VISIBLE_DEVICES"].source == "official"
@@ -79,7 +80,7 @@ def test_the_users_environment_wins_and_is_named() -> None:
 
 
 def test_the_official_set_is_the_documented_one() -> None:
-    assert {key: value for key, (value, _) in env.SETS["official"].items()} == {
+    assert {key: value for key, (value, _) in SETS["official"].items()} == {
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "NCCL_NVLS_ENABLE": "0",
         "NVTE_DP_AMAX_REDUCE_INTERVAL": "0",
@@ -94,7 +95,7 @@ def test_the_official_set_is_the_documented_one() -> None:
 
 def test_unknown_environment_set() -> None:
     with pytest.raises(UserError, match="oficial"):
-        env.apply("oficial", {})
+        apply_environment("oficial", {})
 
 
 def _checkpoint(run: rundir.RunDir, step: int, whole: bool = True) -> None:

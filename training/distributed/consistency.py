@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.environment import merge as env
 from common.environment import vccl
+from common.environment.sets import TIMEOUT_KEY
 from common.errors import PreflightError
 from common.rundir import code_version
 from training.distributed import lost_ranks as peers
@@ -86,7 +86,7 @@ def check() -> None:
         hosts = len({one.host for one in everyone})
         log.info(
             "ranks: %d on %d host(s), alike in data, configuration, code and versions; %d s for a lost one (%s)",
-            *(len(rows), hosts, seconds, env.TIMEOUT),
+            *(len(rows), hosts, seconds, TIMEOUT_KEY),
         )
 
 

@@ -23,7 +23,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from common.environment import merge as env
+from common.environment.merge import collective_timeout_s
+from common.environment.sets import TIMEOUT_KEY
 from common.errors import EXIT_RUN, ProjectError
 
 log = logging.getLogger("launch")
@@ -123,7 +124,7 @@ def limit_waiting() -> int:
     NeMo 2.3 makes the world's group with torch's default and Megatron's with 30 minutes, and takes neither from the
     recipe. To be called before the groups are made and again after.
     """
-    seconds = env.timeout_s(os.environ)
+    seconds = collective_timeout_s(os.environ)
     limit = timedelta(seconds=seconds)
     c10d.default_pg_timeout = limit
     c10d.default_pg_nccl_timeout = limit
@@ -155,7 +156,7 @@ def step_ended() -> None:
 
 def _watch(presence: Presence) -> None:
     """Shortly before collectives time out, name who is lost. Under NCCL nobody else could: end this rank here."""
-    patience = 0.9 * env.timeout_s(os.environ)
+    patience = 0.9 * collective_timeout_s(os.environ)
     while True:
         time.sleep(min(1.0, patience / 10))
         if time.monotonic() - presence.last_step < patience:
@@ -202,17 +203,17 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _error(lost: Sequence[str], words: str) -> LostPeerError:
-    seconds = env.timeout_s(os.environ)
+    seconds = collective_timeout_s(os.environ)
     if lost:
         return LostPeerError(
             "lost " + "; ".join(lost),
-            expected=f"an answer of every rank within {seconds} s ({env.TIMEOUT})",
+            expected=f"an answer of every rank within {seconds} s ({TIMEOUT_KEY})",
             found=words,
             do="look at that host (its log, its network, its memory); then --resume goes on from the last checkpoint",
         )
     return LostPeerError(
         "a collective failed, though every rank still answers",
-        expected=f"all ranks in the same collective within {seconds} s ({env.TIMEOUT})",
+        expected=f"all ranks in the same collective within {seconds} s ({TIMEOUT_KEY})",
         found=words,
-        do=f"the ranks' logs: one may be slow or elsewhere in its work; {env.TIMEOUT} sets the patience",
+        do=f"the ranks' logs: one may be slow or elsewhere in its work; {TIMEOUT_KEY} sets the patience",
     )

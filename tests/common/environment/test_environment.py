@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 
-from common.environment import merge as env
-from common.environment import show as env_show
-from common.environment import vccl
-from common.environment.sets import BASE, NOT_SET, ONLY_IF, SETS, TIERS, TIMEOUT
+from common.environment import show, vccl
+from common.environment.merge import (
+    apply_environment,
+    export_lines,
+    parse_layers,
+    resolve_environment,
+)
+from common.environment.sets import BASE, NOT_SET, ONLY_IF, SETS, TIERS, TIMEOUT_KEY
 from common.errors import UserError
 from recipes import registry
 from recipes.plan import Plan
@@ -29,13 +33,13 @@ def _plan(**changes: Any) -> Plan:
 
 
 def _values(name: str, plan: Plan | None = None, **environ: str) -> dict[str, tuple[str, str]]:
-    return {s.key: (s.value, s.source) for s in env.resolve(name, environ, plan) if not s.only_if}
+    return {s.key: (s.value, s.source) for s in resolve_environment(name, environ, plan) if not s.only_if}
 
 
 def test_later_layers_win_and_the_user_last() -> None:
-    assert _values("dual")[TIMEOUT] == ("600", "base")
-    assert _values("dual+prod")[TIMEOUT] == ("1800", "prod") == _values("prod+dual")[TIMEOUT]
-    assert _values("dual+prod", **{TIMEOUT: "77"})[TIMEOUT] == ("77", "user")
+    assert _values("dual")[TIMEOUT_KEY] == ("600", "base")
+    assert _values("dual+prod")[TIMEOUT_KEY] == ("1800", "prod") == _values("prod+dual")[TIMEOUT_KEY]
+    assert _values("dual+prod", **{TIMEOUT_KEY: "77"})[TIMEOUT_KEY] == ("77", "user")
 
 
 def test_a_set_does_not_hide_gpus_that_the_run_needs(tmp_path: Path) -> None:
@@ -59,7 +63,7 @@ def test_every_key_has_a_reason_and_no_verdict_contradicts_a_set() -> None:
         "NCCL_TELEMETRY_ENABLE NCCL_PXN_DISABLE NCCL_IB_HCA NCCL_SHM_DISABLE NCCL_DEBUG LD_LIBRARY_PATH"
     )
     for key in documented.split():
-        assert env_show.verdict_on(key), key
+        assert show.verdict_on(key), key
 
 
 @pytest.mark.parametrize(
@@ -75,11 +79,11 @@ def test_every_key_has_a_reason_and_no_verdict_contradicts_a_set() -> None:
 )
 def test_keys_for_a_parallelism_are_set_only_with_it(changes: dict[str, int], connections: bool, margin: bool) -> None:
     environ: dict[str, str] = {}
-    env.apply("multinode-ib", environ, _plan(**changes))
+    apply_environment("multinode-ib", environ, _plan(**changes))
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in environ) == connections
     assert ("NVTE_FWD_LAYERNORM_SM_MARGIN" in environ) == margin
     environ.clear()
-    env.apply("official", environ, _plan(**changes))
+    apply_environment("official", environ, _plan(**changes))
     assert set(ONLY_IF) & set(SETS["official"]) <= set(environ)  # documented as it is, whatever the run
 
 
@@ -90,15 +94,15 @@ def test_threads_wait_awake_only_where_a_rank_is_alone() -> None:
         (1, {"OMP_WAIT_POLICY": "PASSIVE"}, {"OMP_WAIT_POLICY": "PASSIVE"}),
     ):
         environ = dict(yours)
-        env.apply("cpu", environ, _plan(devices=ranks))
+        apply_environment("cpu", environ, _plan(devices=ranks))
         assert {key: environ[key] for key in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY") if key in environ} == found
 
 
 def test_wrong_values_are_refused() -> None:
     for name, environ, text in (
         ("dual+dev+prod", {}, "two tiers"),
-        ("dual", {TIMEOUT: "soon"}, "not a time"),
-        ("dual", {TIMEOUT: "0"}, "not a time"),
+        ("dual", {TIMEOUT_KEY: "soon"}, "not a time"),
+        ("dual", {TIMEOUT_KEY: "0"}, "not a time"),
         ("dual", {"CPT_PROCESS_GROUP_BACKEND": "mpi"}, "no backend"),
         ("vccl", {"NCCL_ENABLE_FAULT_TOLERANCE": "1"}, "exclude each other"),
         ("vccl-ft", {}, "NICs by name"),
@@ -106,25 +110,25 @@ def test_wrong_values_are_refused() -> None:
         ("", {}, "unknown environment set"),
     ):
         with pytest.raises(UserError, match=text):
-            env.resolve(name, environ)
+            resolve_environment(name, environ)
 
 
 def test_export_sets_the_same_values_in_a_real_shell(tmp_path: Path) -> None:
     nasty = "a b'; touch pwned; $(touch pwned) `touch pwned` \"#x"
     environ = {"PATH": os.environ["PATH"], "NCCL_DEBUG": nasty}
-    text = "\n".join(env.export_lines(env.resolve("dual+prod", environ)))
+    text = "\n".join(export_lines(resolve_environment("dual+prod", environ)))
     shell = f"{text}\n{sys.executable} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
     done = subprocess.run(["sh", "-c", shell], env={}, cwd=tmp_path, capture_output=True, text=True, check=True)
     import json
 
     found = json.loads(done.stdout)
     assert not (tmp_path / "pwned").exists()
-    for s in env.resolve("dual+prod", environ):
+    for s in resolve_environment("dual+prod", environ):
         assert found.get(s.key) == (None if s.only_if else s.value)
     file = tmp_path / "mine.env"
     file.write_text(text)
     with pytest.raises(UserError, match="mine.env:"):  # the nasty value has a $ in it: not read, not run
-        env.layers(str(file))
+        parse_layers(str(file))
     file.write_text("\n".join(line for line in text.splitlines() if "NCCL_DEBUG" not in line))
     assert _values(f"lean+{file}")["OMP_NUM_THREADS"] == ("4", str(file))
 
@@ -135,7 +139,7 @@ def test_export_sets_the_same_values_in_a_real_shell(tmp_path: Path) -> None:
 def test_a_file_with_anything_but_plain_values_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.env").write_text(line + "\n")
     with pytest.raises(UserError, match="x.env:1"):
-        env.layers(str(tmp_path / "x.env"))
+        parse_layers(str(tmp_path / "x.env"))
 
 
 def _library(folder: Path, *, text: str = "2.26.6", number: int = 22606, own: bool = True, body: str = "") -> Path:
@@ -156,11 +160,11 @@ def test_a_vccl_is_found_read_and_put_first(tmp_path: Path) -> None:
     target = _library(tmp_path)
     assert vccl.inspect(target) == vccl.Library(target, "2.26.6")
     environ = {"LD_LIBRARY_PATH": f"/usr/lib:{tmp_path}", "LD_PRELOAD": "libother.so"}
-    found = {s.key: s for s in env.resolve("vccl", environ)}
+    found = {s.key: s for s in resolve_environment("vccl", environ)}
     assert found["LD_LIBRARY_PATH"].value == f"{tmp_path}:/usr/lib"
     assert found["LD_PRELOAD"].value == f"{target}:libother.so"
     assert "2.26.6" in found["LD_PRELOAD"].reason
-    named = {s.key: s.value for s in env.resolve("vccl", {"VCCL_LIBRARY": str(tmp_path)})}
+    named = {s.key: s.value for s in resolve_environment("vccl", {"VCCL_LIBRARY": str(tmp_path)})}
     assert named["LD_PRELOAD"] == named["VCCL_LIBRARY"] == str(target)
 
 
@@ -177,7 +181,7 @@ def test_a_vccl_is_found_read_and_put_first(tmp_path: Path) -> None:
 def test_a_library_that_is_not_what_it_says_is_refused(kwargs: dict[str, Any], text: str, tmp_path: Path) -> None:
     target = _library(tmp_path, **kwargs)
     with pytest.raises(UserError, match=text):
-        env.resolve("vccl", {"VCCL_LIBRARY": str(target), "LD_BIND_NOW": "1"})
+        resolve_environment("vccl", {"VCCL_LIBRARY": str(target), "LD_BIND_NOW": "1"})
     with pytest.raises(UserError, match="no VCCL library found"):
         vccl.find({"LD_LIBRARY_PATH": str(tmp_path)})
 
@@ -199,10 +203,11 @@ def test_the_command_starts_again_with_the_library_mapped(tmp_path: Path) -> Non
     code = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from common.environment import merge as env, vccl
+from common.environment import vccl
+from common.environment.merge import apply_environment, restart_with_preloads
 print("start", flush=True)
 before = dict(os.environ)
-env.restart_with_preloads(env.apply("vccl", os.environ), before)
+restart_with_preloads(apply_environment("vccl", os.environ), before)
 print(vccl.mapped(os.environ["VCCL_LIBRARY"]), os.environ["NCCL_PASS_SM"], sys.argv[1:])
 """
     script = tmp_path / "command.py"

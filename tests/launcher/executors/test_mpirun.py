@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common import rank_states as states
+from common import rank_states
 from tests.training.distributed.test_parallel import TOLERANCE, command, losses, rows
 
 STEPS = ("trainer.max_steps=10",)
@@ -65,7 +65,7 @@ def test_typed_by_hand_after_a_dry_run(folder: Path, sample: Path) -> None:
     done = subprocess.run(shlex.split(printed), cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert losses(rows(folder, "hand")) == pytest.approx(losses(rows(folder, "single")), abs=TOLERANCE)
-    assert {s.state for s in states.read(folder / "runs/hand/logs/attempt-1")} == {states.DONE}
+    assert {s.state for s in rank_states.read(folder / "runs/hand/logs/attempt-1")} == {rank_states.DONE}
 
 
 def test_hostfile_ctrl_c_and_resume(folder: Path, sample: Path) -> None:

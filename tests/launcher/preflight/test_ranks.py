@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common import machine_facts as facts
+from common import machine_facts
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
 from launcher.preflight import ranks as preflight_many
@@ -22,8 +22,8 @@ def _plan(**changes: Any) -> Plan:
     return dataclasses.replace(registry.resolve("qwen25_500m").plan, **changes)
 
 
-def _card(index: int, free: float) -> facts.Card:
-    return facts.Card(index, "NVIDIA Test", 80 * GB, int(free * GB), f"GPU-{index}{index}ab-cd", 1)
+def _card(index: int, free: float) -> machine_facts.Gpu:
+    return machine_facts.Gpu(index, "NVIDIA Test", 80 * GB, int(free * GB), f"GPU-{index}{index}ab-cd", 1)
 
 
 def _told(findings: Any) -> list[tuple[bool, str]]:
@@ -33,11 +33,11 @@ def _told(findings: Any) -> list[tuple[bool, str]]:
 
 
 def test_memory_of_each_card_that_gets_a_rank() -> None:
-    cards = facts.Cards(visible=(_card(0, 79), _card(1, 5), _card(2, 1)))
+    cards = machine_facts.Gpus(visible=(_card(0, 79), _card(1, 5), _card(2, 1)))
     assert _told(list(preflight_many.memory(_plan(devices=1), cards))) == []
     ((fatal, text),) = _told(list(preflight_many.memory(_plan(devices=2), cards)))
     assert fatal and "GPU 1" in text and "5.9 GB for weights" in text  # 494M x (2 + 4 + 12 / 2) bytes
-    cards = facts.Cards(visible=(_card(0, 15),))
+    cards = machine_facts.Gpus(visible=(_card(0, 15),))
     ((fatal, text),) = _told(list(preflight_many.memory(_plan(), cards)))
     assert not fatal and "20 GB for this model" in text
 
@@ -55,12 +55,12 @@ def test_the_least_memory_is_sharded_as_the_plan_says() -> None:
 )
 def test_visible_cards_as_cuda_counts_them(chosen: str | None, indices: list[int]) -> None:
     every = (_card(0, 1), _card(1, 1), _card(2, 1))
-    assert [card.index for card in facts.visible(every, chosen)] == indices
+    assert [card.index for card in machine_facts.visible_gpus(every, chosen)] == indices
 
 
 def test_shared_memory_by_size_and_by_what_is_asked() -> None:
     def told(free: float, problem: str = "", **environ: str) -> list[bool]:
-        shm = facts.SharedMemory(int(free * 2**20), int(free * 2**20), problem)
+        shm = machine_facts.SharedMemory(int(free * 2**20), int(free * 2**20), problem)
         return [fatal for fatal, _ in _told(list(preflight_many.shared_memory(shm, environ)))]
 
     assert told(8192) == []

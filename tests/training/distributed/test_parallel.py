@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from common import rank_states as states
+from common import rank_states
 from common.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -99,7 +99,7 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     for line in first.stderr:
         seen += line
         if RunDir("dp", folder / "runs").whole_checkpoints():
-            (victim,) = (s for s in states.read(folder / "runs/dp/logs/attempt-1") if s.rank == 1)
+            (victim,) = (s for s in rank_states.read(folder / "runs/dp/logs/attempt-1") if s.rank == 1)
             os.kill(victim.pid, signal.SIGKILL)
             break
     rest = first.stderr.read()
@@ -153,8 +153,8 @@ def test_ctrl_c_reaches_the_ranks(folder: Path, sample: Path) -> None:
     assert "resume with: python launch.py --recipe qwen25_tiny --executor local --name stopped --resume" in rest
     assert len(list((folder / "runs/stopped/checkpoints").glob("step-*"))) == 1
     deadline = time.monotonic() + 10
-    ranks = states.read(folder / "runs/stopped/logs/attempt-1")
-    assert [s.state for s in ranks] == [states.INTERRUPTED] * 2
+    ranks = rank_states.read(folder / "runs/stopped/logs/attempt-1")
+    assert [s.state for s in ranks] == [rank_states.INTERRUPTED] * 2
     while any(Path(f"/proc/{s.pid}").exists() for s in ranks):
         assert time.monotonic() < deadline, "a rank outlived the command"
         time.sleep(0.1)
