@@ -77,10 +77,10 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
 ) -> None:
     """Tokenise text into train, validation and test .bin/.idx."""
-    from data.prepare.prepare import prepare as write
+    from data.prepare.prepare import prepare_corpus
     from data.prepare.request import PrepareRequest
 
-    write(
+    prepare_corpus(
         PrepareRequest(
             inputs=inputs,
             output=output,
@@ -112,9 +112,9 @@ def _shares(text: str) -> tuple[float, float, float]:
 @data.command()
 def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3) -> None:
     """Show counts, lengths and decoded samples with document borders."""
-    from data.inspect import inspect as show
+    from data.inspect import inspect_corpus
 
-    show(folder, samples=samples)
+    inspect_corpus(folder, samples=samples)
 
 
 @data.command()

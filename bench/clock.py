@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 
 from bench.timing import Watch, wait
-from data.module import TOKENS
+from data.module import TRAINING_TOKENS
 
 
 class Measured(Exception):  # noqa: N818 - no error
@@ -49,9 +49,9 @@ class Clock(pl.Callback):
             self._losses.append(trainer.callback_metrics["reduced_train_loss"].detach().clone())
         done = self.watch.step()
         if self.watch.started:
-            self._tokens_before = TOKENS.unmasked
+            self._tokens_before = TRAINING_TOKENS.unmasked
         if done:
-            self._tokens = TOKENS.unmasked - self._tokens_before
+            self._tokens = TRAINING_TOKENS.unmasked - self._tokens_before
             if self.profile is None:
                 raise Measured
             self._profiler = torch.profiler.profile()

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data.prepare.prepare import PrepareRequest, prepare
+from data.prepare.prepare import prepare_corpus
+from data.prepare.request import PrepareRequest
 from data.sample import byte_level_bpe
 
 VOCAB_SIZE = 32_000
@@ -86,7 +87,7 @@ def baseline(text: Path, tokenizer: Path, prefix: Path, workers: int) -> None:
 
 def ours(text: Path, tokenizer: Path, output: Path, workers: int) -> None:
     """`data prepare`."""
-    prepare(PrepareRequest(inputs=[str(text)], output=output, tokenizer=str(tokenizer), workers=workers))
+    prepare_corpus(PrepareRequest(inputs=[str(text)], output=output, tokenizer=str(tokenizer), workers=workers))
 
 
 def seconds_of(function: Callable[[Path, Path, Path, int], None], *args: Path | int) -> float:

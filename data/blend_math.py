@@ -1,6 +1,6 @@
-"""What a blend comes to: tokens, epochs, paths for NeMo, and the order in which Megatron-Core draws samples.
+"""The numbers of a blend: tokens, epochs, paths for NeMo, and the order in which Megatron-Core draws samples.
 
-Standard library alone (and numpy, where Megatron's sums are repeated to the last bit). No torch.
+Imports the standard library only, and numpy where Megatron's sums must be repeated to the last bit. No torch.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Role = Literal["new", "replay"]
 
 @dataclass(frozen=True)
 class ResolvedDomain:
-    """A domain with its numbers; tokens are those of the train split, EOD included.
+    """A domain with its numbers; token counts are those of the train split, end-of-document tokens included.
 
     Args:
         weight: share of all training tokens, in 0..1; the domains' weights sum to 1.
         epochs_planned: tokens_planned / tokens_available.
-        bytes_per_token: UTF-8 bytes of text a token stands for (bits per byte = nats / ln 2 / this).
+        bytes_per_token: mean UTF-8 bytes of text per token (bits per byte = nats / ln 2 / bytes_per_token).
         splits: the splits that hold tokens.
     """
 
@@ -42,7 +42,7 @@ class ResolvedDomain:
 
 @dataclass(frozen=True)
 class ResolvedBlend:
-    """What a blend comes to over `total_tokens` tokens."""
+    """A blend with its numbers for a run of `total_tokens` tokens."""
 
     domains: tuple[ResolvedDomain, ...]
     replay_share: float
@@ -60,24 +60,28 @@ class ResolvedBlend:
 
     @property
     def paths(self) -> dict[str, list[str]]:
-        """For NeMo's PreTrainingDataModule: weight, prefix, weight, prefix, ... of each split.
+        """For NeMo's PreTrainingDataModule: [weight, prefix, weight, prefix, ...] of each split.
 
-        Domains that have no tokens in a split are left out of it: Megatron loops for ever over an empty one.
+        A domain without tokens in a split is left out of it: Megatron loops for ever over an empty one.
         """
-        return {split: self._zipped(split) for split in SPLITS}
-
-    def _zipped(self, split: str) -> list[str]:
-        have = [domain for domain in self.domains if split in domain.splits]
-        return [word for domain in have for word in (repr(domain.weight), str(domain.folder / split))]
+        return {
+            split: [
+                word
+                for domain in self.domains
+                if split in domain.splits
+                for word in (repr(domain.weight), str(domain.folder / split))
+            ]
+            for split in SPLITS
+        }
 
     def to_json(self) -> str:
-        """The text of runs/NAME/blend.json."""
+        """The content of runs/NAME/blend.json."""
         rows = [{key: value for key, value in asdict(domain).items() if key != "splits"} for domain in self.domains]
-        whole = {"domains": rows, "replay_share": self.replay_share, "total_tokens": self.total_tokens}
-        return json.dumps(whole, indent=2, default=str, ensure_ascii=False) + "\n"
+        content = {"domains": rows, "replay_share": self.replay_share, "total_tokens": self.total_tokens}
+        return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
 
     def table(self) -> list[str]:
-        """Printable lines: a head, one line a domain, a sum, the warnings."""
+        """Printable lines: a header, one line per domain, the totals, the warnings."""
         width = max(6, *(len(domain.name) for domain in self.domains))
         row = f"{{:<{width}}}  {{:<6}}  {{:>7}}  {{:>15}}  {{:>15}}  {{:>7}}"
         lines = [row.format("domain", "role", "share", "tokens in it", "tokens planned", "epochs")]
@@ -90,7 +94,7 @@ class ResolvedBlend:
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Whole numbers that sum to `total`, each less than 1 from its exact share (largest remainders first)."""
+    """Split `total` into whole numbers by weight, each less than 1 from its exact share (largest-remainder method)."""
     scale = sum(map(Fraction, weights))
     exact = [total * Fraction(weight) / scale for weight in weights]
     found = [math.floor(share) for share in exact]
@@ -100,14 +104,14 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     return found
 
 
-def planned_samples(weights: Sequence[float], n: int) -> list[int]:
-    """Samples that each dataset gives to the first `n` samples of a blend, in Megatron-Core's own order.
+def count_planned_samples(weights: Sequence[float], n: int) -> list[int]:
+    """Count how many of the first `n` samples of a blend come from each dataset, in Megatron-Core's order.
 
-    `BlendedDataset` draws, at sample i, from the dataset that lags most behind weight * max(i, 1) (the
-    first of equals); no randomness, and what comes later changes nothing: the first n are the same
-    however long the run. So after any step, n = steps * global batch size must match to the sample.
-    Weights are divided by their sum twice, as Megatron's builder and its dataset each do it (a last bit
-    can decide between equals). About 0.3 us * len(weights) a sample.
+    `BlendedDataset` draws sample i from the dataset that lags most behind weight * max(i, 1) (the first of
+    equals). There is no randomness, and the length of the run has no influence on the first n samples, so
+    after any step n = steps * global batch size must match to the sample.
+    Weights are divided by their sum twice, because Megatron's builder and its dataset each do so (the last
+    bit can decide between equals). Takes about 0.3 us * len(weights) per sample.
     """
     import numpy as np
 

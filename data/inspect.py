@@ -32,7 +32,7 @@ class Pair:
     lengths: npt.NDArray[np.int32]
 
 
-def inspect(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
+def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
     """Print what a prepared folder, or the pair behind a prefix, holds.
 
     Args:

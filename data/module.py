@@ -18,8 +18,8 @@ from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
-from data.blend import chosen
 from data.manifest import SPLITS, load_manifest
+from data.resolve_blend import resolve_run_blend
 
 
 class WholeMaskGPTDataset(GPTDataset):
@@ -86,28 +86,28 @@ class PreparedDataModule(PreTrainingDataModule):
                 do="data.blend=None data.paths=FOLDER, or leave data.paths out",
             )
         if blend is not None:
-            trained, domains = chosen(blend, replay_share)
+            trained, domains = resolve_run_blend(blend, replay_share)
             paths = trained.paths
-            self.trained = [domain.name for domain in trained.domains]
+            self.trained_domains = [domain.name for domain in trained.domains]
         elif isinstance(paths, dict):
-            self.trained = list(domains or {})
+            self.trained_domains = list(domains or {})
         elif paths is not None:
             domains = {Path(paths).name: paths}
-            self.trained = list(domains)
+            self.trained_domains = list(domains)
             paths = {split: [str(Path(paths) / split)] for split in SPLITS}
         if paths is None:
             raise UserError(
                 "no training data", expected="data.paths or data.blend", found="neither", do="set data.paths"
             )
         self.domains = {name: load_manifest(Path(folder)) for name, folder in (domains or {}).items()}
-        self.folders = dict(domains or {})
+        self.domain_folders = dict(domains or {})
         if tokenizer is None and domains:
             tokenizer = AutoTokenizer(str(Path(next(iter(domains.values()))) / "tokenizer"), use_fast=True)
         if self.domains:
             key = hashlib.sha256(
                 "".join(m.splits[s].bin_sha256 for m in self.domains.values() for s in SPLITS).encode()
             )
-            first = Path(next(iter(self.folders.values())))
+            first = Path(next(iter(self.domain_folders.values())))
             index_mapping_dir = str(Path(index_mapping_dir or first / "index") / key.hexdigest()[:16])
         self.train_steps = train_steps
         if tokenizer is None:
@@ -152,7 +152,7 @@ class PreparedDataModule(PreTrainingDataModule):
         """One pass over the validation split of each domain, in the same order every time."""
         config = self.gpt_dataset_config
         sets = {}
-        for name, folder in self.folders.items():
+        for name, folder in self.domain_folders.items():
             prefix = str(Path(folder) / "validation")
             indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
             documents = numpy.arange(len(indexed), dtype=numpy.int32)
@@ -178,10 +178,10 @@ class TokenCount:
             self.by_domain[domain] = self.by_domain.get(domain, 0) + tokens
 
 
-TOKENS = TokenCount()
+TRAINING_TOKENS = TokenCount()
 
 
-class Ready(dict[str, Optional[torch.Tensor]]):
+class ReadyBatch(dict[str, Optional[torch.Tensor]]):
     """A batch that `data_step` has counted and moved already: it is handed on as it is."""
 
 
@@ -194,10 +194,10 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
     """
     item = next(dataloader_iter)
     batch = item[0] if isinstance(item, tuple) else item
-    if isinstance(batch, Ready):
+    if isinstance(batch, ReadyBatch):
         return batch
     if torch.is_grad_enabled() and batch.get("loss_mask") is not None:
-        TOKENS.add(batch)
+        TRAINING_TOKENS.add(batch)
     out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
     out.setdefault("attention_mask", None)
     return out

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from common.errors import UserError
 from data.console import tell
 from data.manifest import FILE_NAME, Manifest, load_manifest
-from data.prepare.prepare import PrepareRequest, prepare
+from data.prepare.prepare import prepare_corpus
+from data.prepare.request import PrepareRequest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -118,7 +119,7 @@ def byte_level_bpe() -> Tokenizer:
 
 def _prepare(output: Path, domain: str, seed: int) -> Manifest:
     tell(f"sample corpus, domain {domain}:")
-    return prepare(
+    return prepare_corpus(
         PrepareRequest(
             inputs=[str(output / "raw" / f"{domain}.jsonl")],
             output=output / domain,

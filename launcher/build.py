@@ -13,8 +13,8 @@ from common import logs
 from common.errors import ProjectError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from data.blend import chosen
 from data.manifest import FILE_NAME
+from data.resolve_blend import resolve_run_blend
 from launcher import resume
 from recipes import overrides, registry
 from recipes.plan import Plan
@@ -86,7 +86,7 @@ def manifests(partial: run.Partial) -> dict[str, object]:
     """folder -> manifest.json of every prepared corpus the run reads."""
     if partial.data.blend is not None:
         try:
-            folders = list(chosen(partial.data.blend, partial.data.replay_share)[1].values())
+            folders = list(resolve_run_blend(partial.data.blend, partial.data.replay_share)[1].values())
         except ProjectError:  # told by preflight; only a dry run comes here
             return {}
     else:

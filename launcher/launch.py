@@ -17,7 +17,7 @@ from common.environment.sets import TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from data.blend import chosen
+from data.resolve_blend import resolve_run_blend
 from launcher import batch_size as fit
 from launcher import build, executors
 from launcher.executors import HERE, Job
@@ -198,7 +198,7 @@ def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | Non
 def _plan_blend(plan: Plan, folder: RunDir) -> None:
     """Say what the blend comes to over the whole run, and keep it for the report."""
     assert plan.blend is not None
-    trained, _ = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+    trained, _ = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
     for line in trained.table():
         log.info("blend: %s", line)
     folder.blend.write_text(trained.to_json())

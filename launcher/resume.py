@@ -10,8 +10,8 @@ from typing import Any
 
 from common.errors import UserError
 from common.rundir import RunDir
-from data.blend import chosen
 from data.manifest import FILE_NAME, load_manifest
+from data.resolve_blend import resolve_run_blend
 from recipes.plan import Plan
 
 # A change here would load other weights, or silently train on other samples than the first attempt meant.
@@ -121,7 +121,7 @@ def _layout(plan: Plan, steps: int) -> list[tuple[int, bool]]:
     """(epochs, last epoch shuffled apart) of each corpus, as megatron-core's GPTDataset computes them."""
     samples, rows = steps * plan.global_batch_size, []
     if plan.blend is not None:
-        trained = chosen(plan.blend, plan.replay_share)[0].domains
+        trained = resolve_run_blend(plan.blend, plan.replay_share)[0].domains
         parts = [(d.tokens_available, math.ceil(math.ceil(samples * d.weight) * 1.005)) for d in trained]
     elif plan.data is not None and (Path(plan.data) / FILE_NAME).is_file():
         parts = [(load_manifest(Path(plan.data)).splits["train"].tokens, samples)]

@@ -61,7 +61,9 @@ def _write(data: Any, config: Any, parameters: int, mask_share: float) -> None:
         "model": {name: getattr(config, name) for name in names},
         "vocab_size": config.vocab_size,
         "tokenizer_fingerprint": fingerprint(data.tokenizer.tokenizer),
-        "manifest_fingerprints": {data.folders[name]: m.tokenizer.fingerprint for name, m in data.domains.items()},
+        "manifest_fingerprints": {
+            data.domain_folders[name]: m.tokenizer.fingerprint for name, m in data.domains.items()
+        },
         "eod": data.tokenizer.eod,
         "eod_in_loss": not data.eod_mask_loss,  # check_loss_mask has compared labels and mask with the .bin
         "loss_mask_share": mask_share,

@@ -15,7 +15,7 @@ import torch
 from nemo.utils import AppState
 
 from common.rundir import RunDir
-from data.module import TOKENS
+from data.module import TRAINING_TOKENS
 from training import global_totals as whole
 from training.async_read import Later
 
@@ -65,7 +65,7 @@ class Progress(pl.Callback):
 
         Called on all ranks.
         """
-        own = [TOKENS.unmasked, *(TOKENS.by_domain.get(i, 0) for i in range(self._domains))]
+        own = [TRAINING_TOKENS.unmasked, *(TRAINING_TOKENS.by_domain.get(i, 0) for i in range(self._domains))]
         return whole.over_replicas([count // whole.chunks() for count in own])
 
     def _read_tokens(self, counts: list[int]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Progress(pl.Callback):
         }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._domains = max(1, len(trainer.datamodule.trained))
+        self._domains = max(1, len(trainer.datamodule.trained_domains))
         parameters = whole.num_parameters(trainer.strategy.model)
         if trainer.is_global_zero:
             own = sum(p.numel() for p in trainer.strategy.model.parameters())
@@ -145,7 +145,7 @@ class Progress(pl.Callback):
             "step_seconds": spent / max(1, step - then_step),
             "tokens_per_second": (tokens - then_tokens) / spent,
             "unmasked_tokens": tokens,
-            "consumed_tokens": {data.trained[i]: n for i, n in sorted(count["by_domain"].items())},
+            "consumed_tokens": {data.trained_domains[i]: n for i, n in sorted(count["by_domain"].items())},
             "consumed_samples": step * data.global_batch_size,
             "time": time.time(),
         }

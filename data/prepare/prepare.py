@@ -30,12 +30,10 @@ from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, sp
 if TYPE_CHECKING:
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
 
-__all__ = ["PrepareRequest", "prepare", "tokenizer_facts"]
-
 UINT16_BELOW = 65500  # Megatron's own border
 
 
-def prepare(request: PrepareRequest) -> Manifest:
+def prepare_corpus(request: PrepareRequest) -> Manifest:
     """Prepare a corpus, continue an interrupted preparation, or return the one that is already there.
 
     Raises:

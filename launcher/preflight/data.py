@@ -10,9 +10,9 @@ from pathlib import Path
 
 from common.errors import ProjectError
 from common.rundir import RunDir
-from data.blend import chosen
 from data.indexed import check_prefix, read_index
 from data.manifest import FILE_NAME, SPLITS, load_manifest
+from data.resolve_blend import resolve_run_blend
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
 
@@ -69,7 +69,7 @@ def _blend(plan: Plan) -> Iterator[Finding]:
     """Every domain is a prepared corpus of one tokenizer; shares and epochs make sense."""
     assert plan.blend is not None
     try:
-        trained, folders = chosen(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+        trained, folders = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
     except ProjectError as problem:
         yield Finding(problem)
         return

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import PreflightError, ProjectError, UserError
-from data import blend as blends
-from data.blend import Blend, Domain, parse, planned_samples, resolve
-from data.blend_math import apportion
+from data.blend import Blend, Domain, load_blend, parse_blend
+from data.blend_math import apportion, count_planned_samples
 from data.manifest import SplitFacts, load_manifest
+from data.resolve_blend import domain_weights, plan_tokens, resolve_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def _domain(sample: Path, at: int, **changes: Any) -> list[dict[str, Any]]:
 
 def _refused(fields: object, *words: str) -> None:
     with pytest.raises(ProjectError) as error:
-        resolve(parse(fields), 100_000)
+        resolve_blend(parse_blend(fields), 100_000)
     problem = error.value
     assert problem.expected and problem.found and problem.do
     for word in words:
@@ -46,7 +46,7 @@ def _refused(fields: object, *words: str) -> None:
 
 
 def test_a_good_blend(sample: Path) -> None:
-    found = resolve(parse(_fields(sample)), 1_000_000)
+    found = resolve_blend(parse_blend(_fields(sample)), 1_000_000)
     code, prose = found.domains
     assert (code.weight, prose.weight) == (0.75, 0.25)
     assert (code.tokens_planned, prose.tokens_planned) == (750_000, 250_000)
@@ -59,7 +59,7 @@ def test_a_good_blend(sample: Path) -> None:
 
 
 def test_json(sample: Path) -> None:
-    found = resolve(parse(_fields(sample)), 1_000_001)
+    found = resolve_blend(parse_blend(_fields(sample)), 1_000_001)
     raw = json.loads(found.to_json())
     assert (raw["replay_share"], raw["total_tokens"]) == (0.25, 1_000_001)
     keys = "name role folder weight tokens_available tokens_planned epochs_planned bytes_per_token".split()  # noqa: SIM905
@@ -68,11 +68,14 @@ def test_json(sample: Path) -> None:
 
 
 def test_table(sample: Path) -> None:
-    lines = resolve(parse(_fields(sample)), 10_000_000).table()
+    lines = resolve_blend(parse_blend(_fields(sample)), 10_000_000).table()
     assert len({len(line) for line in lines[:4]}) == 1 and "25.00%" in lines[2]
-    many = [domain.epochs_planned > 4 for domain in resolve(parse(_fields(sample)), 10_000_000).domains]
+    many = [domain.epochs_planned > 4 for domain in resolve_blend(parse_blend(_fields(sample)), 10_000_000).domains]
     assert sum("epochs planned, above 4" in line for line in lines) == sum(many) > 0
-    assert all("epochs planned" not in line for line in resolve(parse(_fields(sample, epochs_cap=90)), 10**7).table())
+    assert all(
+        "epochs planned" not in line
+        for line in resolve_blend(parse_blend(_fields(sample, epochs_cap=90)), 10**7).table()
+    )
 
 
 def test_files(sample: Path, tmp_path: Path) -> None:
@@ -80,13 +83,13 @@ def test_files(sample: Path, tmp_path: Path) -> None:
 
     for name, text in (("b.yaml", yaml.safe_dump(_fields(sample))), ("b.json", json.dumps(_fields(sample)))):
         (tmp_path / name).write_text(text)
-        assert blends.load(tmp_path / name) == parse(_fields(sample)) == Blend(**_fields(sample))
+        assert load_blend(tmp_path / name) == parse_blend(_fields(sample)) == Blend(**_fields(sample))
     (tmp_path / "broken.yaml").write_text("domains: [")
     for name in ("broken.yaml", "absent.yaml"):
         with pytest.raises(UserError, match="cannot read the blend"):
-            blends.load(tmp_path / name)
+            load_blend(tmp_path / name)
     python = Domain(name="code", folder=sample / "code", role="new")
-    assert resolve(Blend(domains=(python,)), 10).weights == [1.0]
+    assert resolve_blend(Blend(domains=(python,)), 10).weights == [1.0]
 
 
 def test_wrong_descriptions(sample: Path) -> None:
@@ -100,7 +103,7 @@ def test_wrong_descriptions(sample: Path) -> None:
     _refused(_fields(sample, replay_share=25), "replay_share", "less than or equal to 1")
     _refused(_fields(sample, domains=[]), "domains")
     _refused(["code"], "not a table")
-    _refused(_fields(sample, domains=_domain(sample, 1, name="code")), "two domains have one name", "code")
+    _refused(_fields(sample, domains=_domain(sample, 1, name="code")), "two domains have the same name", "code")
 
 
 def test_wrong_shares(sample: Path) -> None:
@@ -109,12 +112,12 @@ def test_wrong_shares(sample: Path) -> None:
     _refused(_fields(sample, replay_share=0), "a replay domain without a share")
     _refused(_fields(sample, replay_share=1), "nothing is left for the new domains")
     _refused(_fields(sample, domains=only_replay), "the shares do not add up")
-    assert resolve(parse(_fields(sample, domains=only_replay, replay_share=1)), 10).weights == [1.0]
+    assert resolve_blend(parse_blend(_fields(sample, domains=only_replay, replay_share=1)), 10).weights == [1.0]
     twice = [*_fields(sample)["domains"], {"name": "more", "folder": "corpora/more", "role": "new", "weight": 2}]
     with pytest.raises(UserError, match="some new domains have a weight"):
-        blends._weights(parse(_fields(sample, domains=twice)), [1, 1, 1])
+        domain_weights(parse_blend(_fields(sample, domains=twice)), [1, 1, 1])
     with pytest.raises(UserError, match="at least 1 token"):
-        resolve(parse(_fields(sample)), 0)
+        resolve_blend(parse_blend(_fields(sample)), 0)
 
 
 def test_wrong_folders(sample: Path, tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_wrong_folders(sample: Path, tmp_path: Path) -> None:
         _fields(sample, domains=_domain(sample, 0, folder=same)), "one folder is in the blend twice", "code, prose"
     )
     copy = Path(shutil.copytree(sample / "prose", tmp_path / "copy"))
-    twin = resolve(parse(_fields(sample, domains=_domain(sample, 0, folder=str(copy)))), 10_000)
+    twin = resolve_blend(parse_blend(_fields(sample, domains=_domain(sample, 0, folder=str(copy)))), 10_000)
     assert twin.warnings == ("prose: the same train tokens as code",)
     _change(copy, fingerprint="0" * 64)
     _refused(
@@ -149,12 +152,12 @@ def test_empty_and_broken_splits(sample: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(sample / "code", tmp_path / "copy"))
     fields = _fields(sample, domains=_domain(sample, 0, folder=str(copy)))
     _change(copy, split="validation")
-    found = resolve(parse(fields), 10_000)
+    found = resolve_blend(parse_blend(fields), 10_000)
     assert found.paths["validation"][1::2] == [str(sample / "prose" / "validation")]  # an empty one hangs Megatron
     assert found.warnings == ("code: no validation tokens, so its loss is not measured",)
     (copy / "test.idx").unlink()
     with pytest.raises(PreflightError, match=r"test\.idx is missing"):
-        resolve(parse(fields), 10_000)
+        resolve_blend(parse_blend(fields), 10_000)
     _change(copy, split="train")
     _refused(fields, "code has nothing to train on")
 
@@ -180,8 +183,8 @@ def test_arithmetic(
         for i, (role, weight, _) in enumerate(numbers)
     ]
     blend = Blend(domains=domains, replay_share=share)
-    weights = blends._weights(blend, [available for *_, available in numbers])
-    tokens = blends._tokens(blend, weights, total)
+    weights = domain_weights(blend, [available for *_, available in numbers])
+    tokens = plan_tokens(blend, weights, total)
     assert math.isclose(math.fsum(weights), 1.0, rel_tol=1e-12) and all(weight > 0 for weight in weights)
     assert sum(tokens) == total and all(count >= 0 for count in tokens)
     for role, part in (("new", 1 - share), ("replay", share)):
@@ -223,16 +226,17 @@ def test_megatrons_order(weights: list[float], n: int, helpers: Any) -> None:
     for length in (n, n + 500):
         index, inner = np.zeros(length, dtype=np.int16), np.zeros(length, dtype=np.int64)
         helpers.build_blending_indices(index, inner, shares, len(weights), length, False)
-        assert planned_samples(weights, n) == np.bincount(index[:n], minlength=len(weights)).tolist()
+        assert count_planned_samples(weights, n) == np.bincount(index[:n], minlength=len(weights)).tolist()
 
 
 def test_order_follows_the_share() -> None:
     """Never a whole sample and a half away from the plan, at any step."""
     for n in range(0, 2000, 37):
-        new, replay = planned_samples([0.75, 0.25], n)
+        new, replay = count_planned_samples([0.75, 0.25], n)
         assert new + replay == n and abs(replay - 0.25 * n) <= 1.5
 
 
-def test_light() -> None:
-    code = "import sys; import data.blend; sys.exit(any(m in sys.modules for m in ('torch', 'nemo', 'numpy', 'yaml')))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def test_the_blend_imports_nothing_heavy() -> None:
+    code = "import sys; import data.resolve_blend; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert {"torch", "nemo", "numpy", "yaml"}.isdisjoint(found.split())

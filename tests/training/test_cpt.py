@@ -12,7 +12,7 @@ import pytest
 
 from common.errors import UserError
 from common.rundir import RunDir
-from data.blend_math import planned_samples
+from data.blend_math import count_planned_samples
 from tests.training.conftest import SHORT, train
 
 
@@ -58,7 +58,7 @@ def test_continue_with_replay(sample: Path, base: Path, forked: Callable[..., An
     assert abs(step0["megatron_loss"] - step0["hf_loss"]) <= 1e-5
     assert rows[0]["validation"].keys() == {"code", "prose"}
     assert rows[0]["step"] == 0
-    code, prose = planned_samples([0.75, 0.25], 10 * 4)
+    code, prose = count_planned_samples([0.75, 0.25], 10 * 4)
     assert rows[-1]["consumed_tokens"] == {"code": code * 256, "prose": prose * 256}
     gates = json.loads(run.gates.read_text())
     assert gates["tied"] is True
@@ -147,7 +147,8 @@ def _samples(folder: str, steps: int) -> int:
 
 def test_a_corpus_prepared_again_is_read_anew(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
     """Megatron's index cache goes by path: it would read the old documents of a corpus that has grown."""
-    from data.prepare.prepare import PrepareRequest, prepare
+    from data.prepare.prepare import prepare_corpus
+    from data.prepare.request import PrepareRequest
 
     lines = (sample / "raw" / "prose.jsonl").read_text().splitlines()
     for documents in (60, 120):
@@ -156,5 +157,5 @@ def test_a_corpus_prepared_again_is_read_anew(sample: Path, forked: Callable[...
             inputs=[str(tmp_path / "text.jsonl")], output=tmp_path / "c", tokenizer=str(sample / "tokenizer"),
             split=(0.8, 0.1, 0.1), overwrite=True, workers=1,
         )  # fmt: skip
-        written = prepare(request).splits["train"].documents
+        written = prepare_corpus(request).splits["train"].documents
         assert forked(_samples, str(tmp_path / "c"), 50) == written - 1

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from data.module import Ready, data_step
+from data.module import ReadyBatch, data_step
 
 log = logging.getLogger("launch")
 
@@ -41,7 +41,7 @@ class GraphedSchedule:
     def __init__(self, warm_up: int = 2) -> None:
         self.warm_up = warm_up
         self._recorded: Recorded | None = None
-        self._batch = Ready()
+        self._batch = ReadyBatch()
         self._captured_for = 0
 
     @staticmethod
@@ -88,7 +88,7 @@ class GraphedSchedule:
     def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
         """Copy the batch to where the graph reads it."""
         if not self._batch:
-            self._batch = Ready({name: value if value is None else value.clone() for name, value in batch.items()})
+            self._batch = ReadyBatch({name: value if value is None else value.clone() for name, value in batch.items()})
         for name, value in batch.items():
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]

@@ -25,7 +25,8 @@ from data.indexed import check_prefix
 from data.inspect import open_pair
 from data.manifest import SPLITS, Manifest, load_manifest
 from data.prepare import publish
-from data.prepare.prepare import PrepareRequest, prepare
+from data.prepare.prepare import prepare_corpus
+from data.prepare.request import PrepareRequest
 from data.tokenizer import fingerprint, load_tokenizer
 from tests.data.prepare.test_encode import tokenizer_dir
 
@@ -92,7 +93,7 @@ def test_files_equal_what_megatrons_builder_writes(tmp_path: Path, ask: Any) -> 
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     texts = make_texts(600)
-    manifest = prepare(ask(write_jsonl(tmp_path / "a.jsonl", texts)))
+    manifest = prepare_corpus(ask(write_jsonl(tmp_path / "a.jsonl", texts)))
     hf = load_tokenizer(manifest.tokenizer.source).backend_tokenizer
     hf.encode_special_tokens = True
     assert manifest.dtype == "uint16" and manifest.special_text_documents > 100
@@ -127,7 +128,7 @@ def test_large_vocabularies_are_int32_as_megatrons_builder_writes(tmp_path: Path
     tokenizer = load_tokenizer(tmp_path / "large")
     texts = make_texts(60)
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare(ask(source, tokenizer=str(tmp_path / "large")))
+    manifest = prepare_corpus(ask(source, tokenizer=str(tmp_path / "large")))
     builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.int32)
     tokenizer.backend_tokenizer.encode_special_tokens = True
     kept = [text for text in texts if text in set(raw_documents(tmp_path / "out", "train", tokenizer))]
@@ -150,8 +151,8 @@ def raw_documents(folder: Path, split: str, tokenizer: Any) -> list[str]:
 
 def test_worker_count_does_not_change_a_byte(tmp_path: Path, ask: Any) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(800) + make_texts(300))
-    one = prepare(ask(source, output=tmp_path / "1" / "c", dedup=True))
-    two = prepare(ask(source, output=tmp_path / "2" / "c", dedup=True, workers=2))
+    one = prepare_corpus(ask(source, output=tmp_path / "1" / "c", dedup=True))
+    two = prepare_corpus(ask(source, output=tmp_path / "2" / "c", dedup=True, workers=2))
     assert one == two and one.encoding.batches > 5
     assert contents(tmp_path / "1" / "c") == contents(tmp_path / "2" / "c")
 
@@ -172,7 +173,7 @@ def killed(request: PrepareRequest, target: str, calls: int) -> None:
             return real(*args, **kwargs)
 
         setattr(owner, name, stop)
-        prepare(request)
+        prepare_corpus(request)
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
@@ -197,23 +198,23 @@ def test_a_run_killed_anywhere_continues_to_the_same_bytes(
 ) -> None:
     monkeypatch.setattr("data.prepare.merge.SYNC_BYTES", 4_000)
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(500) + make_texts(100))
-    whole = prepare(ask(source, output=tmp_path / "whole" / "out", dedup=True))
+    whole = prepare_corpus(ask(source, output=tmp_path / "whole" / "out", dedup=True))
     assert sum(split.duplicates_dropped for split in whole.splits.values()) == 100
     request = ask(source, dedup=True)
     killed(request, target, calls)
     if (target, calls) not in [("data.prepare.publish.load_manifest", 1), ("shutil.rmtree", 3)]:
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
-    assert prepare(request) == whole
+    assert prepare_corpus(request) == whole
     assert contents(tmp_path / "out") == contents(tmp_path / "whole" / "out")
     assert not (tmp_path / "out" / ".partial").exists()
 
 
 def test_a_kill_after_publishing_cannot_spoil_an_overwrite(tmp_path: Path, ask: Any) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
-    whole = prepare(ask(source))
+    whole = prepare_corpus(ask(source))
     before = contents(tmp_path / "out")
     killed(ask(source, overwrite=True), "shutil.rmtree", 4)
-    assert prepare(ask(source, overwrite=True)) == whole
+    assert prepare_corpus(ask(source, overwrite=True)) == whole
     assert contents(tmp_path / "out") == before
 
 
@@ -226,14 +227,14 @@ def test_finished_shards_are_not_done_again(tmp_path: Path, ask: Any, monkeypatc
     again: list[int] = []
     real = workers.run_shard
     monkeypatch.setattr(workers, "run_shard", lambda index, *rest: (again.append(index), real(index, *rest))[1])
-    prepare(request)
+    prepare_corpus(request)
     assert done == 3 and again and min(again) == 3
 
 
 def test_a_manifest_moves_in_last(tmp_path: Path, ask: Any) -> None:
     """Killed between the moves: files may lie there, but nothing that looks whole."""
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(200))
-    first = prepare(ask(source))
+    first = prepare_corpus(ask(source))
     request = ask(source, overwrite=True, seed=5)
 
     def run() -> None:
@@ -247,7 +248,7 @@ def test_a_manifest_moves_in_last(tmp_path: Path, ask: Any) -> None:
             return real(path, target)
 
         Path.replace = stop  # type: ignore[method-assign]
-        prepare(request)
+        prepare_corpus(request)
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
@@ -255,30 +256,30 @@ def test_a_manifest_moves_in_last(tmp_path: Path, ask: Any) -> None:
     assert child.exitcode == -signal.SIGKILL
     with pytest.raises(UserError, match="interrupted preparation"):
         load_manifest(tmp_path / "out")
-    assert prepare(request) == prepare(replace(request, output=tmp_path / "fresh" / "out"))
+    assert prepare_corpus(request) == prepare_corpus(replace(request, output=tmp_path / "fresh" / "out"))
     assert load_manifest(tmp_path / "out").seed == 5 != first.seed
 
 
 def test_added_data_moves_no_document(tmp_path: Path, ask: Any) -> None:
     texts, more = make_texts(400), make_texts(400, seed=1)
-    prepare(ask(write_jsonl(tmp_path / "a.jsonl", texts), output=tmp_path / "before"))
-    prepare(ask(write_jsonl(tmp_path / "b.jsonl", more + texts), output=tmp_path / "after"))
+    prepare_corpus(ask(write_jsonl(tmp_path / "a.jsonl", texts), output=tmp_path / "before"))
+    prepare_corpus(ask(write_jsonl(tmp_path / "b.jsonl", more + texts), output=tmp_path / "after"))
     for split in SPLITS:
         before, after = documents(tmp_path / "before", split), documents(tmp_path / "after", split)
         assert before == [text for text in after if text in set(texts)]
-    prepare(ask(tmp_path / "a.jsonl", output=tmp_path / "other", seed=7))
+    prepare_corpus(ask(tmp_path / "a.jsonl", output=tmp_path / "other", seed=7))
     assert documents(tmp_path / "other", "test") != documents(tmp_path / "before", "test")
 
 
 def test_dedup_keeps_the_first_and_counts_the_rest(tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = make_texts(300)
     source = write_jsonl(tmp_path / "a.jsonl", texts + texts[::-1] + texts[:50])
-    prepare(ask(write_jsonl(tmp_path / "once.jsonl", texts), output=tmp_path / "once"))
+    prepare_corpus(ask(write_jsonl(tmp_path / "once.jsonl", texts), output=tmp_path / "once"))
     monkeypatch.setattr("data.prepare.merge.DEDUP_RECORDS", 100)  # several passes over the hashes
-    manifest = prepare(ask(source, dedup=True))
+    manifest = prepare_corpus(ask(source, dedup=True))
     assert sum(split.duplicates_dropped for split in manifest.splits.values()) == 350
     assert [(tmp_path / "out" / n).read_bytes() for n in FILES] == [(tmp_path / "once" / n).read_bytes() for n in FILES]
-    kept = prepare(ask(source, output=tmp_path / "all"))
+    kept = prepare_corpus(ask(source, output=tmp_path / "all"))
     assert sum(split.documents for split in kept.splits.values()) == 650
 
 
@@ -305,11 +306,11 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, ask: Any) -> None
     wanted = None
     for path in sorted(folder.iterdir()):
         options = {"txt_unit": "paragraph"} if path.name == "g.txt" else {}
-        prepare(ask(path, output=tmp_path / path.name, shard_bytes=3_000, **options))
+        prepare_corpus(ask(path, output=tmp_path / path.name, shard_bytes=3_000, **options))
         found = [(tmp_path / path.name / name).read_bytes() for name in FILES]
         wanted = wanted or found
         assert found == wanted, path.name
-    prepare(ask(str(folder / "*.jsonl*"), output=tmp_path / "glob", dedup=True))
+    prepare_corpus(ask(str(folder / "*.jsonl*"), output=tmp_path / "glob", dedup=True))
     assert [(tmp_path / "glob" / name).read_bytes() for name in FILES] == wanted
 
 
@@ -319,7 +320,7 @@ def test_ranges_of_a_line_file_lose_and_double_nothing(tmp_path: Path, ask: Any)
     path.write_text("\r\n".join(texts), newline="")
     for size in (101, 997, 10_000_000):
         output = tmp_path / str(size)
-        prepare(ask(path, output=output, txt_unit="line", shard_bytes=size, split=(1, 1, 1)))
+        prepare_corpus(ask(path, output=output, txt_unit="line", shard_bytes=size, split=(1, 1, 1)))
         assert sorted(sum((documents(output, split) for split in SPLITS), [])) == sorted(texts)
 
 
@@ -340,9 +341,9 @@ def test_a_bad_line_stops_with_its_number_or_is_counted(tmp_path: Path, ask: Any
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([*GOOD[:250], line, *GOOD[250:]]))
     with pytest.raises(UserError, match=message):
-        prepare(ask(path, shard_bytes=5_000))
+        prepare_corpus(ask(path, shard_bytes=5_000))
     assert not (tmp_path / "out" / "manifest.json").exists()
-    manifest = prepare(ask(path, shard_bytes=5_000, on_error="skip"))
+    manifest = prepare_corpus(ask(path, shard_bytes=5_000, on_error="skip"))
     assert manifest.lines_skipped == 1
     assert sum(split.documents for split in manifest.splits.values()) == 300
 
@@ -380,7 +381,7 @@ def cases(folder: Path) -> Iterator[tuple[str, list[Path | str], dict[str, Any],
 def test_bad_input_says_what_and_leaves_nothing(tmp_path: Path, ask: Any) -> None:
     for name, inputs, options, words in cases(tmp_path):
         with pytest.raises(UserError, match=words) as raised:
-            prepare(ask(*inputs, **options))
+            prepare_corpus(ask(*inputs, **options))
         assert raised.value.exit_code == 2 and raised.value.expected and raised.value.found, name
         assert not (tmp_path / "out").exists(), name
 
@@ -393,19 +394,19 @@ def test_another_tokenizer_or_option_is_refused(tmp_path: Path, ask: Any, tokeni
     other = ask(source, tokenizer=str(tmp_path / "other"))
     killed(ask(source), "data.prepare.shard._write_batch", 3)
     with pytest.raises(UserError, match="an interrupted run made differently[\\s\\S]*tokenizer: "):
-        prepare(other)
-    first = prepare(ask(source))
+        prepare_corpus(other)
+    first = prepare_corpus(ask(source))
     before = contents(tmp_path / "out")
-    assert prepare(ask(source)) == first
+    assert prepare_corpus(ask(source)) == first
     with pytest.raises(UserError, match="a corpus made differently[\\s\\S]*tokenizer: "):
-        prepare(other)
+        prepare_corpus(other)
     with pytest.raises(UserError, match="seed: 1234 then, 9 now"):
-        prepare(ask(source, seed=9))
+        prepare_corpus(ask(source, seed=9))
     assert contents(tmp_path / "out") == before
     write_jsonl(source, make_texts(310))
     with pytest.raises(UserError, match="inputs: 1 files then"):
-        prepare(ask(source))
-    assert prepare(replace(other, overwrite=True)).tokenizer.vocab_size == first.tokenizer.vocab_size + 1
+        prepare_corpus(ask(source))
+    assert prepare_corpus(replace(other, overwrite=True)).tokenizer.vocab_size == first.tokenizer.vocab_size + 1
 
 
 @contextlib.contextmanager
@@ -428,14 +429,14 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path, ask: Any) -
         filler.write_bytes(bytes(800_000))
         request = ask(source, output=tmp_path / "disk" / "c", shard_bytes=200_000)
         with pytest.raises(UserError, match="the disk is full[\\s\\S]*bytes free[\\s\\S]*it continues"):
-            prepare(request)
+            prepare_corpus(request)
         assert [path.name for path in (tmp_path / "disk" / "c").iterdir()] == [".partial"]
         filler.unlink()
         shutil.copytree(tmp_path / "disk" / "c" / ".partial", tmp_path / "moved" / "c" / ".partial")
     assert any((tmp_path / "moved" / "c" / ".partial" / "shards").glob("*.json"))
-    whole = prepare(replace(request, output=tmp_path / "moved" / "c"))
+    whole = prepare_corpus(replace(request, output=tmp_path / "moved" / "c"))
     assert check_prefix(tmp_path / "moved" / "c" / "train") == []
-    assert whole == prepare(replace(request, output=tmp_path / "fresh" / "c"))
+    assert whole == prepare_corpus(replace(request, output=tmp_path / "fresh" / "c"))
 
 
 def test_too_little_space_is_refused_up_front(tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,23 +444,23 @@ def test_too_little_space_is_refused_up_front(tmp_path: Path, ask: Any, monkeypa
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(publish.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match="not enough space[\\s\\S]*1,000 bytes free"):
-        prepare(ask(source))
+        prepare_corpus(ask(source))
 
 
 def test_a_second_preparation_into_the_same_folder_is_refused(tmp_path: Path, ask: Any) -> None:
     (tmp_path / "out").mkdir()
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
     with publish.locked(tmp_path / "out"), pytest.raises(UserError, match="is in use"):
-        prepare(ask(source))
+        prepare_corpus(ask(source))
 
 
 def test_without_gigatoken_the_ids_are_the_same(
     tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
-    prepare(ask(source, output=tmp_path / "auto"))
+    prepare_corpus(ask(source, output=tmp_path / "auto"))
     monkeypatch.setitem(__import__("sys").modules, "gigatoken", None)
-    manifest: Manifest = prepare(ask(source, output=tmp_path / "hf"))
+    manifest: Manifest = prepare_corpus(ask(source, output=tmp_path / "hf"))
     assert manifest.encoding.path == "hf" and manifest.encoding.documents_checked == 0
     assert "gigatoken is not installed" in capsys.readouterr().err
     assert [(tmp_path / "hf" / n).read_bytes() for n in FILES] == [(tmp_path / "auto" / n).read_bytes() for n in FILES]

@@ -1,0 +1,184 @@
+"""What a blend comes to for a run: weights, planned tokens, epochs and warnings, read from the corpora's manifests.
+
+Every sample has seq_length tokens, so shares of tokens are shares of samples; how Megatron-Core draws the samples is
+`data.blend_math.count_planned_samples`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from data.blend import Blend, Domain, parse_blend, read_yaml
+from data.blend_math import ResolvedBlend, ResolvedDomain, apportion
+from data.indexed import check_prefix
+from data.manifest import SPLITS, Manifest, load_manifest
+
+
+def resolve_blend(blend: Blend, total_tokens: int) -> ResolvedBlend:
+    """Compute weights, planned tokens and epochs of each domain for a run of `total_tokens` tokens.
+
+    Raises:
+        UserError: total_tokens below 1, a folder that is no prepared corpus or has no tokens to train on, one
+            folder named twice, tokenizers that differ, weights for only some domains of a role.
+        PreflightError: a .bin/.idx pair that is broken.
+    """
+    if total_tokens < 1:
+        raise UserError(
+            "the run has no tokens to train on",
+            expected="at least 1 token",
+            found=f"total_tokens={total_tokens}",
+            do="trainer.max_steps=1000",
+        )
+    _check_folders(blend.domains)
+    manifests = [_load_domain_manifest(domain) for domain in blend.domains]
+    _check_tokenizers(blend.domains, manifests)
+    weights = domain_weights(blend, [manifest.splits["train"].tokens for manifest in manifests])
+    tokens = plan_tokens(blend, weights, total_tokens)
+    domains = tuple(_resolve_domain(*each) for each in zip(blend.domains, manifests, weights, tokens, strict=True))
+    warnings = tuple(_find_warnings(domains, blend.epochs_cap, manifests))
+    return ResolvedBlend(domains, blend.replay_share, total_tokens, warnings)
+
+
+def resolve_run_blend(
+    description: Mapping[str, Any] | str, replay_share: float | None = None, total_tokens: int = 1
+) -> tuple[ResolvedBlend, dict[str, str]]:
+    """Resolve the `data.blend` and `data.replay_share` of a run: what it trains on, and what it validates on.
+
+    Args:
+        description: the blend as a table, or the path of its file.
+        replay_share: replaces the blend's own share; with 0 the replay domains are validated but not trained on.
+        total_tokens: tokens that the run trains on.
+
+    Returns:
+        the resolved training blend, and name -> folder of every domain of the description, new ones first.
+
+    Raises:
+        UserError, PreflightError: as `resolve_blend`.
+    """
+    blend = parse_blend(read_yaml(Path(description)) if isinstance(description, str) else description)
+    domains = sorted(blend.domains, key=lambda domain: domain.role)
+    share = blend.replay_share if replay_share is None else replay_share
+    trained = domains if share else [domain for domain in domains if domain.role == "new"]
+    resolved = resolve_blend(Blend(domains=trained, replay_share=share, epochs_cap=blend.epochs_cap), total_tokens)
+    _check_tokenizers(domains, [load_manifest(domain.folder) for domain in domains])
+    return resolved, {domain.name: str(domain.folder) for domain in domains}
+
+
+def domain_weights(blend: Blend, tokens_available: Sequence[int]) -> list[float]:
+    """Share of each domain in all training tokens: first by role, then by weight or by tokens available.
+
+    Raises:
+        UserError: only some domains of a role have a weight.
+    """
+    found = [0.0] * len(tokens_available)
+    for role, share in (("new", 1.0 - blend.replay_share), ("replay", blend.replay_share)):
+        group = [i for i, domain in enumerate(blend.domains) if domain.role == role]
+        weights = [blend.domains[i].weight for i in group]
+        missing = [blend.domains[i].name for i in group if blend.domains[i].weight is None]
+        if missing and len(missing) < len(group):
+            raise UserError(
+                f"some {role} domains have a weight and some have none",
+                expected="a weight for all of them, or for none",
+                found=f"no weight for {', '.join(missing)}",
+                do=f"give a weight to {', '.join(missing)}, or remove the other weights",
+            )
+        raw = [
+            float(tokens_available[i]) if weight is None else weight for i, weight in zip(group, weights, strict=True)
+        ]
+        for i, weight in zip(group, raw, strict=True):
+            found[i] = share * (weight / math.fsum(raw))
+    return found
+
+
+def plan_tokens(blend: Blend, weights: Sequence[float], total: int) -> list[int]:
+    """Planned tokens of each domain: the replay share is exact to one token, then the weights within each role."""
+    found = [0] * len(weights)
+    totals = apportion([1.0 - blend.replay_share, blend.replay_share], total)
+    for role, role_total in zip(("new", "replay"), totals, strict=True):
+        group = [i for i, domain in enumerate(blend.domains) if domain.role == role]
+        shares = apportion([weights[i] for i in group], role_total) if group else []
+        for i, tokens in zip(group, shares, strict=True):
+            found[i] = tokens
+    return found
+
+
+def _resolve_domain(domain: Domain, manifest: Manifest, weight: float, tokens: int) -> ResolvedDomain:
+    train = manifest.splits["train"]
+    return ResolvedDomain(
+        name=domain.name,
+        role=domain.role,
+        folder=domain.folder,
+        weight=weight,
+        tokens_available=train.tokens,
+        tokens_planned=tokens,
+        epochs_planned=tokens / train.tokens,
+        bytes_per_token=train.text_bytes / train.tokens,
+        splits=tuple(split for split in SPLITS if manifest.splits[split].tokens),
+    )
+
+
+def _find_warnings(domains: Sequence[ResolvedDomain], epochs_cap: float, manifests: Sequence[Manifest]) -> list[str]:
+    found: list[str] = []
+    name_by_content: dict[str, str] = {}
+    for domain, manifest in zip(domains, manifests, strict=True):
+        if domain.epochs_planned > epochs_cap:
+            most = math.floor(epochs_cap * domain.tokens_available)
+            found.append(
+                f"{domain.name}: {domain.epochs_planned:.2f} epochs planned, above {epochs_cap:g}: the model starts to"
+                f" memorise it; plan at most {most:,} of its tokens, or add text"
+            )
+        if domain.tokens_planned == 0:
+            found.append(f"{domain.name}: no token planned; the run is too short for its weight")
+        if "validation" not in domain.splits:
+            found.append(f"{domain.name}: no validation tokens, so its loss is not measured")
+        first = name_by_content.setdefault(manifest.splits["train"].bin_sha256, domain.name)
+        if first != domain.name:
+            found.append(f"{domain.name}: the same train tokens as {first}")
+    return found
+
+
+def _load_domain_manifest(domain: Domain) -> Manifest:
+    """The manifest of a domain, after checks that it has training tokens and that its files are whole."""
+    manifest = load_manifest(domain.folder)
+    if manifest.splits["train"].tokens < 1:
+        raise UserError(
+            f"domain {domain.name} has nothing to train on",
+            expected="tokens in its train split",
+            found="0 tokens",
+            do=f"prepare {domain.folder} again with more documents or another split",
+        )
+    for split in SPLITS:
+        findings = check_prefix(domain.folder / split) if manifest.splits[split].tokens else []
+        if findings:
+            raise findings[0]
+    return manifest
+
+
+def _check_folders(domains: Sequence[Domain]) -> None:
+    name_by_folder: dict[Path, str] = {}
+    for domain in domains:
+        first = name_by_folder.setdefault(domain.folder.resolve(), domain.name)
+        if first != domain.name:
+            raise UserError(
+                "one folder is in the blend twice",
+                expected="each folder once",
+                found=f"{first}, {domain.name}",
+                do="remove one of them: weights say how often a folder is read",
+            )
+
+
+def _check_tokenizers(domains: Sequence[Domain], manifests: Sequence[Manifest]) -> None:
+    names: dict[str, list[str]] = {}
+    for domain, manifest in zip(domains, manifests, strict=True):
+        names.setdefault(manifest.tokenizer.fingerprint, []).append(f"{domain.name} ({manifest.tokenizer.source})")
+    if len(names) > 1:
+        raise UserError(
+            "the domains were made with different tokenizers",
+            expected="one fingerprint for all",
+            found="; ".join(f"{fingerprint[:12]}: {', '.join(group)}" for fingerprint, group in names.items()),
+            do="prepare all domains with the tokenizer of the model",
+        )
