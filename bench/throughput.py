@@ -96,11 +96,11 @@ def train(partial: Any, waited: float) -> dict[str, Any]:
     import fiddle as fdl
 
     from bench.clock import Clock, Measured
+    from common.rundir import RunDir
+    from launcher.build import set_run_directory
 
     with tempfile.TemporaryDirectory() as folder:
-        partial.log.explicit_log_dir = f"{folder}/run/logs/attempt-1/nemo"
-        partial.log.ckpt.dirpath = f"{folder}/run/checkpoints"
-        partial.log.tensorboard.save_dir = f"{folder}/run"
+        set_run_directory(partial, RunDir("run", Path(folder)), attempt=1)
         Path(folder, "run").mkdir()
         job = fdl.build(partial)
         clock = next(c for c in job.keywords["trainer"].callbacks if isinstance(c, Clock))

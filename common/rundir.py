@@ -43,9 +43,9 @@ class RunDir:
         self.checkpoints = self.path / "checkpoints"
 
     @classmethod
-    def of_nemo_logs(cls, folder: Path) -> RunDir:
-        """The run that NeMo's log folder `runs/NAME/logs/attempt-N/nemo` belongs to."""
-        return cls(folder.parents[2].name, folder.parents[3])
+    def at(cls, path: str | Path) -> RunDir:
+        """The run directory at `path`, which need not exist yet."""
+        return cls(Path(path).name, Path(path).parent)
 
     @property
     def attempts(self) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -51,10 +52,20 @@ def build(spec: RunSpec, folder: RunDir, *, here: bool) -> Built:
     lines += [f"environment: {line}" for line in collectives.adapt(partial, os.environ)]
     lines += [f"override {line}" for line in overrides.apply(partial, spec.overrides)]
     collectives.check(partial)
-    partial.log.explicit_log_dir = str(folder.attempt(spec.attempt) / "nemo")
+    set_run_directory(partial, folder, spec.attempt)
+    return Built(partial, plan.as_resolved(partial), tuple(lines))
+
+
+def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> None:
+    """Set every path of the run on the recipe, and `run_dir` on each callback whose constructor takes one."""
+    import fiddle
+
+    partial.log.explicit_log_dir = str(folder.attempt(attempt) / "nemo")
     partial.log.ckpt.dirpath = str(folder.checkpoints)
     partial.log.tensorboard.save_dir = str(folder.path)
-    return Built(partial, plan.as_resolved(partial), tuple(lines))
+    for callback in (partial.log.ckpt, *partial.trainer.callbacks):
+        if "run_dir" in inspect.signature(fiddle.get_callable(callback)).parameters:
+            callback.run_dir = str(folder.path)
 
 
 def resume_from_newest(built: Built, folder: RunDir) -> None:

@@ -177,8 +177,7 @@ def main(argv: list[str]) -> int:
         its exit code.
     """
     signal.signal(signal.SIGUSR1, signal.default_int_handler)  # how mpirun passes Ctrl-C on, here before training
-    path = Path(argv[0])
-    folder = RunDir(path.name, path.parent)
+    folder = RunDir.at(argv[0])
     try:
         if folder.spec().executor == "slurm":
             shield.raise_()

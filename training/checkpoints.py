@@ -11,7 +11,6 @@ from typing import Optional
 import lightning.pytorch as pl
 import torch
 from nemo import lightning as nl
-from nemo.utils import AppState
 from nemo.utils.get_rank import is_global_rank_zero
 
 from common.rundir import RunDir
@@ -25,7 +24,8 @@ class StepCheckpoint(nl.ModelCheckpoint):
         keep_best: a validation domain: of the checkpoints saved at a validated step, the one with its lowest loss
             stays too.
         every_n_train_steps: steps between two saves; the last step of a run is always saved.
-        dirpath: where, set by common/rundir.py.
+        dirpath: the folder of the checkpoints. The launcher sets it.
+        run_dir: the run directory runs/NAME. The launcher sets it. Without it every checkpoint is kept.
 
     The stock class knows only the checkpoints of its own process (a kill leaves others behind for ever), and
     saves the end of a run as a second full copy, without the optimizer state.
@@ -37,6 +37,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
         keep_last: int = 2,
         keep_best: Optional[str] = None,
         dirpath: Optional[str] = None,
+        run_dir: Optional[str] = None,
     ) -> None:
         super().__init__(
             monitor=None,
@@ -50,6 +51,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
             filename="step-{step}",
         )
         self.keep_last, self.keep_best = keep_last, keep_best
+        self.run = RunDir.at(run_dir) if run_dir else None
         self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # at step, by the validation
 
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -72,14 +74,13 @@ class StepCheckpoint(nl.ModelCheckpoint):
 
         def finalize_and_retain() -> None:
             finalize()
-            if is_global_rank_zero():
-                self._retain(Path(str(filepath).removesuffix(".ckpt")), loss)
+            if self.run and is_global_rank_zero():
+                self._retain(self.run, Path(str(filepath).removesuffix(".ckpt")), loss)
 
         return finalize_and_retain
 
-    def _retain(self, saved: Path, loss: float | None) -> None:
+    def _retain(self, run: RunDir, saved: Path, loss: float | None) -> None:
         """Note what belongs to the new checkpoint, then let the old ones go."""
-        run = RunDir.of_nemo_logs(Path(AppState().log_dir))
         (saved / "run").mkdir(exist_ok=True)
         for path in (run.config, run.env, run.command, run.version):
             if path.exists():

@@ -1,16 +1,14 @@
 """Truth gates: what must hold before step 1, checked on the objects that will train, not on the configuration."""
 
-from __future__ import annotations
+# NeMo-Run reads the constructor's types: no `from __future__ import annotations`, `Optional` instead of `X | None`
 
 import json
 import logging
-from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import lightning.pytorch as pl
 import torch
 from megatron.core.datasets.gpt_dataset import GPTDataset
-from nemo.utils import AppState
 from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
@@ -27,7 +25,15 @@ _PROBES = 64  # samples read per check: the stock mask bug shows from the second
 
 
 class TruthGates(pl.Callback):
-    """Raises GateError before step 1 if the run would train on something else than its recipe says."""
+    """Raises GateError before step 1 if the run would train on something else than its recipe says.
+
+    Args:
+        run_dir: the run directory runs/NAME, for gates.json and step0.json. The launcher sets it. Without it nothing is
+            written, and the loss of the base model is not compared.
+    """
+
+    def __init__(self, run_dir: Optional[str] = None) -> None:
+        self.run = RunDir.at(run_dir) if run_dir else None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data = trainer.datamodule
@@ -45,14 +51,15 @@ class TruthGates(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         parameters = whole.num_parameters(trainer.strategy.model)
+        if self.run is None:
+            return
         if is_global_rank_zero():
-            _write(trainer.datamodule, pl_module.config, parameters, self.mask_share)
-        run = RunDir.of_nemo_logs(Path(AppState().log_dir))
-        if trainer.global_step == 0 and run.base.exists():
-            check_step0(trainer, json.loads(run.base.read_text())["source"], run)
+            _write(self.run, trainer.datamodule, pl_module.config, parameters, self.mask_share)
+        if trainer.global_step == 0 and self.run.base.exists():
+            check_step0(trainer, json.loads(self.run.base.read_text())["source"], self.run)
 
 
-def _write(data: Any, config: Any, parameters: int, mask_share: float) -> None:
+def _write(run: RunDir, data: Any, config: Any, parameters: int, mask_share: float) -> None:
     """gates.json: what was seen on the objects that train (the passport compares it with the configuration)."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
     facts = {
@@ -68,7 +75,7 @@ def _write(data: Any, config: Any, parameters: int, mask_share: float) -> None:
         "eod_in_loss": not data.eod_mask_loss,  # check_loss_mask has compared labels and mask with the .bin
         "loss_mask_share": mask_share,
     }
-    RunDir.of_nemo_logs(Path(AppState().log_dir)).gates.write_text(json.dumps(facts, indent=1) + "\n")
+    run.gates.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def check_step0(trainer: pl.Trainer, source: str, run: RunDir) -> None:

@@ -1,18 +1,16 @@
 """What a person sees of a run (a bar) and what a machine reads (log lines, metrics.jsonl)."""
 
-from __future__ import annotations
+# NeMo-Run reads the constructor's types: no `from __future__ import annotations`, `Optional` instead of `X | None`
 
 import contextlib
 import json
 import logging
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import lightning.pytorch as pl
 import torch
-from nemo.utils import AppState
 
 from common.rundir import RunDir
 from data.module import TRAINING_TOKENS
@@ -43,9 +41,13 @@ class Progress(pl.Callback):
     nothing waits for the GPU, and the GPU for nothing.
     Writes `runs/NAME/metrics.jsonl` (one JSON object a line: step, loss, lr, grad_norm, seconds a
     step, tokens/s of all ranks, unmasked tokens, consumed samples, unix time).
+
+    Args:
+        run_dir: the run directory runs/NAME. The launcher sets it. Without it there is no metrics.jsonl.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Optional[str] = None) -> None:
+        self.run = RunDir.at(run_dir) if run_dir else None
         self._since: tuple[int, float, int] = (0, 0.0, 0)
         self._due: Later | None = None  # the next line
         self._before: dict[str, Any] = {"unmasked": 0, "by_domain": {}}  # of all ranks, when this process began
@@ -166,9 +168,15 @@ class Progress(pl.Callback):
             row["unmasked_tokens"],
             f"{int(eta // 60)}:{int(eta % 60):02d}",
         )
-        append_metrics(row)
+        self.append_metrics(row)
         if self._bar:
             self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s")
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one line to the run's metrics.jsonl."""
+        if self.run is not None:
+            with self.run.metrics.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.tell(trainer)
@@ -183,9 +191,3 @@ class Progress(pl.Callback):
                 self.tell(trainer)
         if self._bar:
             self._bar.stop()
-
-
-def append_metrics(row: dict[str, Any]) -> None:
-    """One line to the run's metrics.jsonl."""
-    with RunDir.of_nemo_logs(Path(AppState().log_dir)).metrics.open("a") as stream:
-        stream.write(json.dumps(row) + "\n")

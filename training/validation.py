@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from data.module import data_step
 from training import global_totals as whole
 from training.checkpoints import StepCheckpoint
-from training.progress import PAUSE, Progress, append_metrics
+from training.progress import PAUSE, Progress
 
 log = logging.getLogger("launch")
 
@@ -87,7 +87,8 @@ class DomainValidation(pl.Callback):
             )
             for logger in trainer.loggers:
                 logger.log_metrics({f"val_{name}/{key}": value for key, value in row.items()}, step=step)
-        append_metrics({"step": step, "time": time.time(), "val_loss": mean, "validation": rows})
+        for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
+            progress.append_metrics({"step": step, "time": time.time(), "val_loss": mean, "validation": rows})
 
 
 def _measures(loss: float, manifest: Any) -> dict[str, float]:
