@@ -34,6 +34,9 @@ def train(
     nodes: Annotated[Optional[int], typer.Option(help="Nodes: trainer.num_nodes.")] = None,
     cluster: Annotated[Optional[str], typer.Option(help="Cluster file, for slurm, k8s and docker.")] = None,
     env: Annotated[Optional[str], typer.Option(help="Environment set; default: the recipe's.")] = None,
+    memory_profile: Annotated[
+        Optional[str], typer.Option(help="Fit the batch to a share of each GPU: conservative, balanced, aggressive.")
+    ] = None,
     name: Annotated[Optional[str], typer.Option(help="Run directory runs/NAME; default: the recipe's name.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Print the resolved YAML; train nothing.")] = False,
@@ -47,17 +50,18 @@ def train(
     flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
     words = [f"{path}={number}" for path, number in flags if number is not None] + (overrides or [])
     spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=tuple(words))
-    raise typer.Exit(launch(replace(spec, resume=resume, dryrun=dryrun)))
+    raise typer.Exit(launch(replace(spec, memory_profile=memory_profile, resume=resume, dryrun=dryrun)))
 
 
 @app.command()
 def recipes() -> None:
     """List the recipes."""
-    from recipes.registry import RECIPES
+    from recipes import registry
 
-    width = max(map(len, RECIPES))
-    for name, (_, summary) in RECIPES.items():
-        print(f"{name:<{width}} {summary}")
+    found = registry.recipes()
+    width = max(map(len, found))
+    for name, one in found.items():
+        print(f"{name:<{width}}  {one.summary}")
 
 
 @data.command()

@@ -21,9 +21,10 @@ from bench.throughput import arguments, finish, your_turn
 def main() -> None:
     """Train the peer and print its figures."""
     args = arguments(__doc__ or "").parse_intermixed_args()
-    from recipes import overrides, registry
+    from common.spec import RunSpec
+    from recipes.resolve import resolve
 
-    plan = overrides.early(registry.resolve(args.recipe).plan, args.overrides)
+    plan = resolve(RunSpec(recipe=args.recipe, overrides=tuple(args.overrides))).plan
     if plan.accelerator == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401 - imported before the wait, as bench.throughput does

@@ -65,22 +65,25 @@ def main() -> None:
 def prepare(args: argparse.Namespace) -> tuple[Any, Any]:
     """Environment, plan and recipe as `launch.py` would resolve them, with a clock in place of checkpoints."""
     from common.environment.merge import apply_environment
-    from recipes import overrides, registry
+    from common.environment.sets import BACKEND_KEY
+    from common.spec import RunSpec
+    from recipes.overrides import apply_to_recipe
+    from recipes.resolve import resolve
 
-    recipe = registry.resolve(args.recipe)
-    plan = overrides.early(recipe.plan, args.overrides)
-    apply_environment(args.env or plan.env, os.environ, plan)
+    resolved = resolve(RunSpec(recipe=args.recipe, overrides=tuple(args.overrides)))
+    apply_environment(args.env or resolved.plan.environment_set, os.environ, resolved.plan)
+    resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
+    plan = resolved.plan
 
     import nemo_run as run
 
     from bench.clock import Clock
-    from recipes.build import adapt as machine
-    from recipes.build import collectives
+    from recipes.build import adapt, collectives
 
-    partial = recipe()
-    for line in [*machine.adapt(partial, speed=not args.plain), *collectives.adapt(partial, os.environ)]:
+    partial = resolved.recipe.build(plan)
+    for line in [*adapt.adapt(partial, speed=not args.plain), *collectives.adapt(partial, plan)]:
         print(line, file=sys.stderr)
-    for line in overrides.apply(partial, args.overrides):
+    for line in apply_to_recipe(partial, resolved.overrides, resolved.recipe.plan):
         print("override", line, file=sys.stderr)
     total = args.warmup + args.steps + 10
     partial.trainer.max_steps = total

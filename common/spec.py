@@ -13,10 +13,12 @@ class RunSpec:
     """One call of `python launch.py --recipe ...`, as runs/NAME/spec.json keeps it for the ranks.
 
     Args:
-        recipe: a name in recipes/registry.py.
+        recipe: a name that `launch.py recipes` lists, or FILE.py:function.
         executor: where it runs (launcher/executors); None lets the launcher choose by the number of ranks.
         cluster: a cluster file (launcher/cluster_file.py), for the executors that need one.
         env: an environment set of common/environment/merge.py; None takes the recipe's.
+        memory_profile: share of each GPU's memory to fit the batch to (recipes/memory.py); None takes the recipe's.
+        process_group_backend: what the environment set asks for (`gloo`); None leaves it to the recipe.
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
         resume: go on from the newest whole checkpoint of that run.
         dryrun: resolve, check, write and print, but do not train.
@@ -28,6 +30,8 @@ class RunSpec:
     executor: str | None = None
     cluster: str | None = None
     env: str | None = None
+    memory_profile: str | None = None
+    process_group_backend: str | None = None
     name: str | None = None
     resume: bool = False
     dryrun: bool = False
@@ -46,6 +50,7 @@ class RunSpec:
     def resume_command(self) -> str:
         """What to type to go on after a stop."""
         words = ["python", "launch.py", "--recipe", self.recipe]
-        options = (("--executor", self.executor), ("--cluster", self.cluster), ("--env", self.env))
+        options = [("--executor", self.executor), ("--cluster", self.cluster), ("--env", self.env)]
+        options.append(("--memory-profile", self.memory_profile))
         words += [word for option, value in options if value for word in (option, value)]
         return shlex.join([*words, "--name", self.name or self.recipe, "--resume", *self.overrides])

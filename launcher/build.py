@@ -1,11 +1,10 @@
-"""From a RunSpec to the Partial that trains: the same words give the same recipe in the launcher and in every rank."""
+"""From a resolved spec to the configuration that trains: the same in the launcher and in every rank."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING
 from common import logs
 from common.errors import ProjectError
 from common.rundir import RunDir
-from common.spec import RunSpec
 from data.manifest import FILE_NAME
 from data.resolve_blend import resolve_run_blend
 from launcher import resume
-from recipes import overrides, registry
+from recipes.overrides import apply_to_recipe
 from recipes.plan import Plan
+from recipes.resolve import Resolved
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -35,24 +34,25 @@ class Built:
     lines: tuple[str, ...]
 
 
-def build(spec: RunSpec, folder: RunDir, *, here: bool) -> Built:
-    """The recipe with this machine's changes (if it trains `here`), the overrides and the run directory's paths.
+def build(resolved: Resolved, folder: RunDir, *, adapt_to_machine: bool) -> Built:
+    """The configuration of the plan, with this machine's changes, the overrides and the run directory's paths.
+
+    Args:
+        adapt_to_machine: this machine trains, so that its GPU and libraries decide the speed levers.
 
     Raises:
         UserError: an override that the recipe does not take.
     """
-    recipe = registry.resolve(spec.recipe)
-    plan = overrides.early(recipe.plan, spec.overrides)
-    partial = recipe()
-    from recipes.build import adapt as machine
-    from recipes.build import collectives
+    plan, recipe = resolved.plan, resolved.recipe
+    partial = recipe.build(plan)
+    from recipes.build import adapt, collectives
 
     logs.quiet_nemo()
-    lines = [f"this machine: {line}" for line in (machine.adapt(partial) if here else [])]
-    lines += [f"environment: {line}" for line in collectives.adapt(partial, os.environ)]
-    lines += [f"override {line}" for line in overrides.apply(partial, spec.overrides)]
+    lines = [f"this machine: {line}" for line in (adapt.adapt(partial) if adapt_to_machine else [])]
+    lines += [f"environment: {line}" for line in collectives.adapt(partial, plan)]
+    lines += [f"override {line}" for line in apply_to_recipe(partial, resolved.overrides, recipe.plan)]
     collectives.check(partial)
-    set_run_directory(partial, folder, spec.attempt)
+    set_run_directory(partial, folder, resolved.spec.attempt)
     return Built(partial, plan.as_resolved(partial), tuple(lines))
 
 

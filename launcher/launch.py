@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -13,16 +12,16 @@ from typing import TYPE_CHECKING, TextIO
 
 from common import logs, rundir
 from common.environment.merge import Setting, apply_environment, restart_with_preloads
-from common.environment.sets import TIERS
+from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
 from data.resolve_blend import resolve_run_blend
-from launcher import batch_size as fit
-from launcher import build, executors
+from launcher import batch_size, build, executors
 from launcher.executors import HERE, Job
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
+from recipes.resolve import Resolved, resolve
 from training.distributed import rank_env as place
 
 if TYPE_CHECKING:
@@ -43,74 +42,82 @@ def launch(spec: RunSpec) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
-    spec = _complete(spec)
-    submit = executors.resolve(spec.executor or "direct")
-    cluster = _cluster(spec)
+    resolved = _choose_executor(resolve(spec))
+    executor = resolved.spec.executor or "direct"
+    submit, trains_here = executors.resolve(executor), executor in HERE
+    cluster = _load_cluster(spec)
     folder = rundir.choose(spec)
-    plan = fit.planned(spec)
-    if spec.executor == "direct" and (dropped := place.alone(os.environ)):
-        log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
-    before = dict(os.environ)
-    settings = apply_environment(_env_name(spec.env or plan.env, cluster), os.environ, plan)
-    if spec.executor == "direct" and not spec.dryrun:
-        restart_with_preloads(settings, before)
-    spec = fit.fit(spec, folder, here=spec.executor in HERE)
-    plan = fit.planned(spec)
-    spec = dataclasses.replace(spec, name=folder.name, attempt=len(folder.attempts) + 1)
-    _tell(spec, plan, folder, settings)
-    if not _preflight(plan, folder, spec, cluster) and not spec.dryrun:
+    settings = _set_environment(resolved, cluster)
+    resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
+    resolved = batch_size.fit(resolved, folder, ask_gpus=trains_here)
+    resolved = resolved.with_spec(name=folder.name, attempt=len(folder.attempts) + 1)
+    _log_run(resolved, folder, settings)
+    if not _preflight(resolved.plan, folder, resolved.spec, cluster) and not spec.dryrun:
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
-        built = build.build(spec, folder, here=spec.executor in HERE)
+        built = build.build(resolved, folder, adapt_to_machine=trains_here)
         for line in built.lines:
             log.info("%s", line)
-        if built.plan != plan and not _preflight(built.plan, folder, spec, cluster) and not spec.dryrun:
+        changed = built.plan != resolved.plan  # by the body of the recipe's function
+        if changed and not _preflight(built.plan, folder, resolved.spec, cluster) and not spec.dryrun:
             return EXIT_PREFLIGHT
-        text = _write(spec, built, folder, settings)
+        text = _write(resolved.spec, built, folder, settings)
         if spec.dryrun:
-            _picture(built.partial, folder)
+            _draw_learning_rate(built.partial, folder)
             stdout.write(text)
-    return submit(_job(spec, built.plan, folder, settings, cluster))
+    return submit(_job(resolved, built, folder, settings, cluster))
 
 
-def _complete(spec: RunSpec) -> RunSpec:
-    """The spec with the executor that the user left open.
+def _choose_executor(resolved: Resolved) -> Resolved:
+    """The run with the executor that the user left open.
 
     Raises:
-        UserError: several ranks for `direct`, or several nodes and nobody to start them.
+        UserError: several ranks for `direct`, or several nodes for an executor that starts ranks on one machine.
     """
-    plan = fit.planned(spec)
-    ranks = plan.devices * plan.num_nodes
-    if spec.executor is None:
-        name = "direct" if ranks == 1 else "local"
-        log.info("executor %s: the recipe has %d rank(s)", name, ranks)
-        spec = dataclasses.replace(spec, executor=name)
-    executors.check(spec.executor or "")
-    if spec.executor == "direct" and ranks > 1:
+    plan = resolved.plan
+    if resolved.spec.executor is None:
+        name = "direct" if plan.world_size == 1 else "local"
+        log.info("executor %s: the recipe has %d rank(s)", name, plan.world_size)
+        resolved = resolved.with_spec(executor=name)
+    executor = resolved.spec.executor or ""
+    executors.check(executor)
+    if executor == "direct" and plan.world_size > 1:
         raise UserError(
             "direct is one process",
             expected="trainer.devices=1 trainer.num_nodes=1",
             found=f"{plan.num_nodes} node(s) x {plan.devices} device(s)",
             do="--executor local" if plan.num_nodes == 1 else "--executor slurm --cluster FILE",
         )
-    if spec.executor == "local" and plan.num_nodes > 1:
+    if executor == "local" and plan.num_nodes > 1:
         raise UserError(
             "local is one machine",
             expected="trainer.num_nodes=1",
             found=f"{plan.num_nodes} nodes",
             do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
         )
-    return spec
+    return resolved
 
 
-def _cluster(spec: RunSpec) -> Cluster | None:
+def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Setting]:
+    """Apply the run's environment set to this process; start again if a library must be loaded before all others."""
+    spec, plan = resolved.spec, resolved.plan
+    if spec.executor == "direct" and (dropped := place.alone(os.environ)):
+        log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
+    before = dict(os.environ)
+    settings = apply_environment(_env_name(spec.env or plan.environment_set, cluster), os.environ, plan)
+    if spec.executor == "direct" and not spec.dryrun:
+        restart_with_preloads(settings, before)
+    return settings
+
+
+def _load_cluster(spec: RunSpec) -> Cluster | None:
     if spec.cluster is None:
         return None
     from pathlib import Path
 
-    from launcher import cluster_file as cluster
+    from launcher import cluster_file
 
-    return cluster.load(Path(spec.cluster))
+    return cluster_file.load(Path(spec.cluster))
 
 
 def _env_name(name: str, cluster: Cluster | None) -> str:
@@ -123,18 +130,23 @@ def _env_name(name: str, cluster: Cluster | None) -> str:
     return "+".join(layers)
 
 
-def _job(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[Setting], cluster: Cluster | None) -> Job:
+def _job(
+    resolved: Resolved, built: build.Built, folder: RunDir, settings: list[Setting], cluster: Cluster | None
+) -> Job:
+    spec = resolved.spec
     return Job(
         folder=folder,
         logs=folder.attempt(spec.attempt),
         env={setting.key: setting.value for setting in settings},
-        devices=plan.devices,
-        num_nodes=plan.num_nodes,
-        accelerator=plan.accelerator,
+        devices=built.plan.devices,
+        num_nodes=built.plan.num_nodes,
+        accelerator=built.plan.accelerator,
         cluster=cluster,
         dryrun=spec.dryrun,
         rank_command=("python", "-m", "launcher.rank_main", str(folder.path)),
         resume_command=spec.resume_command,
+        resolved=resolved,
+        built=built,
     )
 
 
@@ -154,25 +166,24 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     return text
 
 
-def _tell(spec: RunSpec, plan: Plan, folder: RunDir, settings: list[Setting]) -> None:
-    """What will run, where, and every automatically chosen value with its reason."""
+def _log_run(resolved: Resolved, folder: RunDir, settings: list[Setting]) -> None:
+    """What will run and where, and every automatically chosen value with its reason."""
+    spec, plan = resolved.spec, resolved.plan
     log.info("run %s: recipe %s, %s executor", folder.path, spec.recipe, spec.executor)
-    log.info("ranks: %d = %d node(s) x %d device(s)", plan.devices * plan.num_nodes, plan.num_nodes, plan.devices)
+    log.info("ranks: %d = %d node(s) x %d device(s)", plan.world_size, plan.num_nodes, plan.devices)
     log.info("model: %s parameters (%.1fM)", f"{plan.shape.num_parameters:,}", plan.shape.num_parameters / 1e6)
     log.info(
-        "batch: %d tokens a step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
-        plan.tokens_per_step,
-        plan.global_batch_size,
-        plan.micro_batch_size,
-        plan.data_parallel,
-        plan.global_batch_size // max(1, plan.micro_batch_size * plan.data_parallel),
-        plan.seq_length,
+        "batch: %d tokens per step = global batch %d (micro batch %d x data parallel %d x %d accumulated) x %d tokens",
+        *(plan.tokens_per_step, plan.global_batch_size, plan.micro_batch_size, plan.data_parallel),
+        *(plan.num_micro_batches, plan.seq_length),
     )
+    if plan.profile is not None:
+        log.info("profile %s: peak learning rate %g, %s", plan.profile, plan.max_lr, plan.schedule)
     for s in settings:
         log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
 
 
-def _picture(partial: run.Partial, folder: RunDir) -> None:
+def _draw_learning_rate(partial: run.Partial, folder: RunDir) -> None:
     """Draw the learning-rate curve of the whole run (also checks its parameters)."""
     import fiddle as fdl
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -17,10 +16,10 @@ from common import logs, rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import batch_size as fit
 from launcher import build
 from launcher.executors import HERE
 from recipes.plan import Plan
+from recipes.resolve import Resolved, resolve
 from training import sigterm as shield
 from training.distributed import rank_env as place
 from training.distributed.rank_env import Place
@@ -28,8 +27,14 @@ from training.distributed.rank_env import Place
 log = logging.getLogger("launch")
 
 
-def train(folder: RunDir, where: Place | None = None) -> int:
-    """Build the recipe that runs/NAME/spec.json names, on the machine that trains it, and train it.
+def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built: build.Built | None = None) -> int:
+    """Build the configuration on the machine that trains it, unless the launcher's own process did, and train it.
+
+    Args:
+        folder: runs/NAME.
+        resolved: what runs/NAME/spec.json comes to.
+        where: this rank; not given, the only one.
+        built: the launcher's, if this is the launcher's process.
 
     Returns:
         the exit code: 0, or 130 after Ctrl-C.
@@ -38,17 +43,18 @@ def train(folder: RunDir, where: Place | None = None) -> int:
         ProjectError: anything the user can mend.
     """
     where = where or Place()
-    spec = folder.spec()
-    spec = dataclasses.replace(spec, attempt=spec.attempt + where.restarts)
+    resolved = resolved.with_spec(attempt=resolved.spec.attempt + where.restarts)
+    spec = resolved.spec
     attempt = folder.attempt(spec.attempt)
     logs.log_to_file(attempt, where.rank)
     with _last_word(attempt, where.rank):
         if spec.executor not in HERE and where.local_rank == 0:
-            _check(fit.planned(spec), folder)
-        built = build.build(spec, folder, here=True)
-        known = spec.executor in HERE  # then the launcher has told
-        for line in built.lines:
-            log.log(logging.DEBUG if known else logging.INFO, "%s", line)
+            _check(resolved.plan, folder)
+        if built is None:
+            built = build.build(resolved, folder, adapt_to_machine=True)
+            already_logged = spec.executor in HERE
+            for line in built.lines:
+                log.log(logging.DEBUG if already_logged else logging.INFO, "%s", line)
         _start_or_resume(built, folder, where)
         if where.rank == 0:
             folder.config.write_text(build.to_yaml(built.partial))
@@ -71,6 +77,8 @@ def _start_or_resume(built: build.Built, folder: RunDir, where: Place) -> None:
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
             log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
+    if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
+        return
     if folder.whole_checkpoints():
         build.resume_from_newest(built, folder)
     elif built.partial.resume.base:
@@ -149,25 +157,26 @@ def _last_word(attempt: Path, rank: int) -> Iterator[None]:
         raise
 
 
-def _settle(folder: RunDir) -> Place:
-    """Find this rank's place, and give every library the same variables for it.
+def _join(folder: RunDir) -> tuple[Resolved, Place]:
+    """Set the run's environment, read this process's rank, and set torchrun's variables for every library.
 
     Raises:
         UserError: the starter made another number of ranks than the run was written for.
     """
     for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
         os.environ.setdefault(row["key"], row["value"])
-    plan = fit.planned(folder.spec())
+    resolved = resolve(folder.spec())
+    plan = resolved.plan
     where = place.find(os.environ, plan.devices)
-    if where.world_size != plan.devices * plan.num_nodes:
+    if where.world_size != plan.world_size:
         raise UserError(
             "another number of ranks than the run was written for",
-            expected=f"{plan.devices * plan.num_nodes} = {plan.num_nodes} node(s) x {plan.devices} device(s)",
+            expected=f"{plan.world_size} = {plan.num_nodes} node(s) x {plan.devices} device(s)",
             found=f"{where.world_size} from {where.started_by}",
-            do=f"start {plan.devices * plan.num_nodes}, or write the run anew with --devices and --nodes",
+            do=f"start {plan.world_size}, or write the run anew with --devices and --nodes",
         )
     place.settle(os.environ, where)
-    return where
+    return resolved, where
 
 
 def main(argv: list[str]) -> int:
@@ -181,9 +190,9 @@ def main(argv: list[str]) -> int:
     try:
         if folder.spec().executor == "slurm":
             shield.raise_()
-        where = _settle(folder)
-        logs.log_to_console(where.rank, folder.attempt(folder.spec().attempt + where.restarts) / "console.log")
-        return train(folder, where)
+        resolved, where = _join(folder)
+        logs.log_to_console(where.rank, folder.attempt(resolved.spec.attempt + where.restarts) / "console.log")
+        return train(folder, resolved, where)
     except ProjectError as error:
         print(f"error: {error.explain()}", file=sys.stderr)
         return error.exit_code

@@ -1,7 +1,9 @@
 """`a.b.c=value` on the command line: NeMo-Run's syntax, applied strictly.
 
-NeMo-Run itself accepts a name that no constructor knows wherever `**kwargs` would swallow it. Here an
-unknown path or a value of the wrong type is an error, with the nearest name that exists.
+Words are parsed once (`parse`). What they change of the plan is known before NeMo is imported (`apply_to_plan`), and
+all of them are applied to NeMo-Run's configuration (`apply_to_recipe`). NeMo-Run itself accepts a name that no
+constructor knows wherever `**kwargs` would swallow it. Here an unknown path or a value of the wrong type is an error,
+with the nearest name that exists.
 """
 
 from __future__ import annotations
@@ -9,24 +11,49 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import operator
 import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from recipes.plan import Plan
+from recipes.plan import PATHS, Plan, type_at
 
 if TYPE_CHECKING:
     import nemo_run as run
 
-_WORD = re.compile(r"^(?P<path>[A-Za-z_][\w.\[\]]*?)\s*(?P<op>[-+*/|&]?=)(?P<value>.*)$", re.S)
+_WORD = re.compile(r"^(?P<path>[A-Za-z_][\w.\[\]]*?)\s*(?P<operator>[-+*/|&]?=)(?P<text>.*)$", re.S)
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+=": operator.add,
+    "-=": operator.sub,
+    "*=": operator.mul,
+    "/=": operator.truediv,
+}
 
 
-def split(word: str) -> tuple[str, str, str]:
-    """`path`, operator and value of one override.
+@dataclass(frozen=True)
+class Override:
+    """One word of the command line: `path`, an operator such as `=` or `*=`, and the text of the value."""
+
+    path: str
+    operator: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}{self.operator}{self.text}"
+
+
+def parse(words: Iterable[str]) -> tuple[Override, ...]:
+    """The words as overrides, in their order.
 
     Raises:
-        UserError: the word is not of the form path=value.
+        UserError: a word is not of the form path=value.
     """
+    return tuple(_parse(word) for word in words)
+
+
+def _parse(word: str) -> Override:
     match = _WORD.match(word)
     if not match:
         raise UserError(
@@ -35,29 +62,35 @@ def split(word: str) -> tuple[str, str, str]:
             found=repr(word),
             do="python launch.py --help shows the options; an option starts with --",
         )
-    return match["path"], match["op"], match["value"]
+    return Override(match["path"], match["operator"], match["text"])
 
 
-def early(plan: Plan, words: tuple[str, ...]) -> Plan:
-    """The plan as the overrides will leave it, as far as plain numbers tell (for preflight, before NeMo)."""
-    for word in words:
-        path, op, value = split(word)
-        if path not in plan.values() or op != "=":
-            continue
-        old = plan.values()[path]
-        try:
-            plan = plan.replace(path, _read(value.strip("'\""), _kind(path, old)))
-        except ValueError:
-            raise _wrong_type(word, _kind(path, old).__name__, value) from None
+def apply_to_plan(plan: Plan, overrides: Iterable[Override]) -> Plan:
+    """The plan as the overrides leave it.
+
+    Raises:
+        UserError: a value that is not of the type of the plan's number.
+    """
+    for override in overrides:
+        if override.path in PATHS:
+            plan = plan.replace(override.path, _value(plan, override))
     return plan
 
 
-def _kind(path: str, old: Any) -> type:
-    """The type of a plan number; optional ones are text, save these."""
-    optional = {"data.replay_share": float, "trainer.strategy.virtual_pipeline_model_parallel_size": int}
-    if path in optional:
-        return optional[path]
-    return str if old is None or isinstance(old, dict) else type(old)
+def _value(plan: Plan, override: Override) -> Any:
+    """The plan's new number, by the type of its field."""
+    kind, optional = type_at(override.path)
+    text = override.text.strip("'\"")
+    if optional and override.operator == "=" and text == "None":
+        return None
+    old = plan.values()[override.path]
+    try:
+        value = _read(text, kind)
+        if override.operator != "=":
+            value = kind(_ARITHMETIC[override.operator](old, value))
+    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+        raise _wrong_type(override, kind.__name__) from None
+    return value
 
 
 def _read(text: str, kind: type) -> Any:
@@ -68,8 +101,12 @@ def _read(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
+def apply_to_recipe(recipe: run.Partial, overrides: Iterable[Override], declared: Plan | None = None) -> list[str]:
     """Apply the overrides to `recipe` in place.
+
+    Args:
+        recipe: built from the plan that the overrides had changed already, or from `declared`.
+        declared: the plan before the overrides, for the old values in the returned lines.
 
     Returns:
         one line per override: `path: old -> new`.
@@ -77,44 +114,52 @@ def apply(recipe: run.Partial, words: tuple[str, ...]) -> list[str]:
     Raises:
         UserError: unknown path, wrong type, or a value NeMo-Run cannot read.
     """
-    from nemo_run.cli.cli_parser import CLIException, logger, parse_cli_args
-
-    logger.setLevel("CRITICAL")  # it prints what is raised here, in its own words
+    before = declared.values() if declared is not None else {}
     lines = []
-    for word in words:
-        path, _, value = split(word)
-        owner, leaf = _walk(recipe, path)
-        old = getattr(owner, leaf, None)
-        try:
-            parse_cli_args(recipe, [word])
-        except (CLIException, ValueError, TypeError):
-            if not _set_mislabelled_float(owner, leaf, word):
-                raise _wrong_type(word, _expected(owner, leaf), value) from None
-        new = getattr(owner, leaf)
-        if type(old) in (int, float) and isinstance(new, str):  # Union[..., str, int]: NeMo-Run keeps the text
-            with contextlib.suppress(ValueError):
-                new = int(new) if type(old) is int else float(new)
-                setattr(owner, leaf, new)
-        if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
-            raise _wrong_type(word, type(old).__name__, value)
-        lines.append(f"{path}: {old!r} -> {new!r}")
+    for override in overrides:
+        owner, leaf = _find(recipe, override.path)
+        old = before.get(override.path, getattr(owner, leaf, None))
+        if override.path in before and override.operator != "=":
+            setattr(owner, leaf, old)  # the recipe was built with the result; apply the operator to the old number
+        _set(recipe, owner, leaf, override)
+        before[override.path] = getattr(owner, leaf)
+        lines.append(f"{override.path}: {old!r} -> {getattr(owner, leaf)!r}")
     return lines
 
 
-def _set_mislabelled_float(owner: Any, leaf: str, word: str) -> bool:
+def _set(recipe: run.Partial, owner: Any, leaf: str, override: Override) -> None:
+    """Let NeMo-Run read the value, and see to it that it keeps the type of the old one."""
+    from nemo_run.cli.cli_parser import CLIException, logger, parse_cli_args
+
+    logger.setLevel("CRITICAL")  # it prints what is raised here, in its own words
+    old = getattr(owner, leaf, None)
+    try:
+        parse_cli_args(recipe, [str(override)])
+    except (CLIException, ValueError, TypeError):
+        if not _set_mislabelled_float(owner, leaf, override):
+            raise _wrong_type(override, _expected(owner, leaf)) from None
+    new = getattr(owner, leaf)
+    if type(old) in (int, float) and isinstance(new, str):  # Union[..., str, int]: NeMo-Run keeps the text
+        with contextlib.suppress(ValueError):
+            new = int(new) if type(old) is int else float(new)
+            setattr(owner, leaf, new)
+    if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
+        raise _wrong_type(override, type(old).__name__)
+
+
+def _set_mislabelled_float(owner: Any, leaf: str, override: Override) -> bool:
     """NeMo labels some floats `int` (Qwen2Config.init_method_std: int = 0.02): the default tells the type."""
-    _, op, value = split(word)
     default = inspect.signature(owner.__fn_or_cls__).parameters.get(leaf)
-    if op != "=" or default is None or not isinstance(default.default, float):
+    if override.operator != "=" or default is None or not isinstance(default.default, float):
         return False
     try:
-        setattr(owner, leaf, float(value))
+        setattr(owner, leaf, float(override.text))
     except ValueError:
         return False
     return True
 
 
-def _walk(recipe: Any, path: str) -> tuple[Any, str]:
+def _find(recipe: Any, path: str) -> tuple[Any, str]:
     """The config that holds the last name of `path`, every name checked on the way."""
     owner, seen = recipe, ""
     *steps, leaf = path.split(".")
@@ -174,10 +219,10 @@ def _unknown(path: str, broken: str, near: list[str]) -> UserError:
     )
 
 
-def _wrong_type(word: str, expected: str, value: str) -> UserError:
+def _wrong_type(override: Override, expected: str) -> UserError:
     return UserError(
-        f"wrong type in {word!r}",
+        f"wrong type in {str(override)!r}",
         expected=expected,
-        found=repr(value),
+        found=repr(override.text),
         do="give a value of that type; strings with special characters in quotes",
     )

@@ -1,23 +1,27 @@
-"""The numbers of a recipe, readable before NeMo is imported.
+"""The numbers of a run, readable before NeMo is imported.
 
-A recipe is a `Plan` (this file, pure Python) and a function that turns it into a NeMo-Run
-`run.Partial`. Preflight reads the plan in milliseconds; the Partial is built from the same plan,
-so the two cannot disagree (tests/recipes compares them for every recipe).
+A recipe declares a `Plan` (pure Python, milliseconds). Preflight checks the plan, and NeMo-Run's configuration is built
+from the same plan (recipes/build), so the two cannot disagree (tests/recipes compares them for every recipe).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import typing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+from common.errors import UserError
+from recipes import profiles
+from recipes.schedules import Schedule, build
 
 if TYPE_CHECKING:
     import nemo_run as run
 
 
 def _at(path: str, **kwargs: Any) -> Any:
-    """A plan field that the resolved recipe holds at `path` (so an override of it is understood early)."""
+    """A field whose value stands at `path` in NeMo-Run's configuration, so that an override of it changes the plan."""
     return field(metadata={"path": path}, **kwargs)
 
 
@@ -50,21 +54,29 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every number of a run. Batches in samples, lengths in tokens, intervals in steps (global batches)."""
+    """Every number of a run. Batches in samples, lengths in tokens, intervals in steps (global batches).
+
+    Args:
+        env: environment set (common/environment/sets.py); None takes the one for this number of ranks.
+        profile: of recipes/profiles.py; fills the learning rate and its schedule where they are not given.
+        memory_profile: of recipes/memory.py; the launcher fits the batch to that share of the GPU's memory.
+        decay_end: step at which a cosine ends; not given, the `max_steps` that the recipe declares. It stays when
+            `max_steps` is changed afterwards, so that extending a run does not change the steps that were done.
+
+    Raises:
+        UserError: neither a profile nor a learning rate is given.
+    """
 
     shape: Shape
-    accelerator: Literal["gpu", "cpu"]
-    env: str
+    accelerator: Literal["gpu", "cpu"] = _at("trainer.accelerator")
+    env: str | None = None
     data: str | None = _at("data.paths", default=None)
     blend: dict[str, Any] | str | None = _at("data.blend", default=None)
     replay_share: float | None = _at("data.replay_share", default=None)
     seq_length: int = _at("data.seq_length")
-    micro_batch_size: int = _at("data.micro_batch_size")
-    global_batch_size: int = _at("data.global_batch_size")
+    micro_batch_size: int = _at("data.micro_batch_size", default=1)
+    global_batch_size: int = _at("data.global_batch_size", default=1)
     max_steps: int = _at("trainer.max_steps")
-    warmup_steps: int = _at("optim.lr_scheduler.warmup_steps")
-    max_lr: float = _at("optim.config.lr")
-    min_lr: float = _at("optim.lr_scheduler.min_lr")
     val_check_interval: int = _at("trainer.val_check_interval")
     limit_val_batches: int = _at("trainer.limit_val_batches")
     log_every_n_steps: int = _at("trainer.log_every_n_steps")
@@ -78,14 +90,88 @@ class Plan:
     virtual_pipeline: int | None = _at("trainer.strategy.virtual_pipeline_model_parallel_size", default=None)
     sequence_parallel: bool = _at("trainer.strategy.sequence_parallel", default=False)
     context_parallel: int = _at("trainer.strategy.context_parallel_size", default=1)
+    process_group_backend: str | None = _at("trainer.strategy.process_group_backend", default=None)
     distributed_optimizer: bool = _at("optim.config.use_distributed_optimizer", default=True)
     base: str | None = _at("resume.base", default=None)
-    memory_profile: str | None = None  # of recipes/memory.py: the launcher fits the batch to the card
     model_seq_length: int = _at("model.config.seq_length", default=0)
+    memory_profile: str | None = None
+    profile: str | None = None
+    max_lr: float = _at("optim.config.lr", default=0.0)
+    schedule: str | None = _at("optim.lr_scheduler.kind", default=None)
+    warmup_steps: int = _at("optim.lr_scheduler.warmup_steps", default=0)
+    min_lr: float | None = _at("optim.lr_scheduler.min_lr", default=None)
+    decay_end: int | None = _at("optim.lr_scheduler.decay_end", default=None)
+    fork_step: int | None = _at("optim.lr_scheduler.fork_step", default=None)
+    decay_steps: int | None = _at("optim.lr_scheduler.decay_steps", default=None)
+    decay_shape: str | None = _at("optim.lr_scheduler.decay_shape", default=None)
+    constant_lr: float | None = _at("optim.lr_scheduler.constant_lr", default=None)
+    cooldown_steps: int | None = _at("optim.lr_scheduler.cooldown_steps", default=None)
+    start_lr: float | None = _at("optim.lr_scheduler.start_lr", default=None)
+    schedule_max_lr: float | None = _at("optim.lr_scheduler.max_lr", default=None)
 
     def __post_init__(self) -> None:
-        if not self.model_seq_length:
-            object.__setattr__(self, "model_seq_length", self.seq_length)
+        def fill(name: str, value: Any) -> None:
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+        fill("model_seq_length", self.seq_length)
+        if self.accelerator == "cpu":
+            fill("process_group_backend", "gloo")
+        if self.schedule is None and self.profile is not None:
+            fill("max_lr", profiles.profile(self.profile).max_lr)
+            for name, value in profiles.parameters(self.profile, self.max_steps).items():
+                fill("schedule" if name == "kind" else name, value)
+        if not self.max_lr:
+            raise UserError(
+                "the recipe has no learning rate",
+                expected="max_lr=..., or profile=... (one of " + ", ".join(profiles.PROFILES) + ")",
+                found="neither",
+                do="give one of them to @recipe(...)",
+            )
+        if self.schedule is None:
+            fill("decay_end", self.max_steps)
+            fill("schedule", "rewarm_cosine")
+
+    def changed(self, **numbers: Any) -> Plan:
+        """A variant that a recipe declares: as `dataclasses.replace`, with the schedule laid out again.
+
+        Another profile or another length decides the schedule anew, save for what `numbers` gives.
+        """
+        if numbers.keys() & {"profile", "schedule", "max_steps"}:
+            laid_out = dict.fromkeys(SCHEDULE, None) | {"warmup_steps": self.warmup_steps, "min_lr": self.min_lr}
+            if numbers.get("profile", self.profile) is not None:
+                laid_out |= {"warmup_steps": 0, "min_lr": None, "max_lr": 0.0}
+            numbers = laid_out | numbers
+        return dataclasses.replace(self, **numbers)
+
+    @property
+    def environment_set(self) -> str:
+        """The environment set of the recipe, or the one for its number of ranks."""
+        if self.env is not None:
+            return self.env
+        if self.accelerator == "cpu":
+            return "cpu"
+        return "official" if self.world_size == 1 else "dual" if self.num_nodes == 1 else "multinode-ib"
+
+    @property
+    def schedule_parameters(self) -> dict[str, Any]:
+        """`kind` and the parameters that are given, as StepSchedule (recipes/build/lr_slot.py) takes them."""
+        given = {name: value for name, path in SCHEDULE.items() if (value := getattr(self, name)) is not None}
+        return {SCHEDULE[name]: value for name, value in given.items() if name != "warmup_steps" or value}
+
+    def learning_rate(self) -> Schedule:
+        """The learning rate as a function of the step.
+
+        Raises:
+            UserError: a parameter that this kind of schedule does not have, or one that is out of range.
+        """
+        parameters = {"max_lr": self.max_lr, **self.schedule_parameters}
+        return build(parameters.pop("kind"), **parameters)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run: nodes x devices per node."""
+        return self.devices * self.num_nodes
 
     @property
     def model_parallel(self) -> int:
@@ -95,7 +181,7 @@ class Plan:
     @property
     def data_parallel(self) -> int:
         """Replicas of the model: world size / (TP x PP x CP), rounded down."""
-        return self.devices * self.num_nodes // max(1, self.model_parallel)
+        return self.world_size // max(1, self.model_parallel)
 
     @property
     def optimizer_shards(self) -> int:
@@ -115,49 +201,53 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """One full checkpoint: weights and, for Adam, an fp32 master copy with two moments.
 
-        bf16 training stores 2 + 12 bytes a parameter, fp32 training 4 + 8 (no separate master copy).
+        bf16 training stores 2 + 12 bytes per parameter, fp32 training 4 + 8 (no separate master copy).
         """
         return self.shape.num_parameters * (14 if self.accelerator == "gpu" else 12)
 
     def values(self) -> dict[str, Any]:
-        """Recipe path -> value, for every number that an override can reach."""
-        fields = [(self, f) for f in dataclasses.fields(self)] + [
-            (self.shape, f) for f in dataclasses.fields(self.shape)
-        ]
-        return {f.metadata["path"]: getattr(owner, f.name) for owner, f in fields if "path" in f.metadata}
+        """Path in NeMo-Run's configuration -> value, for every number that the plan knows."""
+        return {path: getattr(getattr(self, owner) if owner else self, name) for path, (owner, name) in PATHS.items()}
 
     def replace(self, path: str, value: Any) -> Plan:
         """A copy with the number at `path` changed."""
-        for owner in (self, self.shape):
-            for f in dataclasses.fields(owner):
-                if f.metadata.get("path") == path:
-                    changed = dataclasses.replace(owner, **{f.name: value})
-                    return changed if isinstance(changed, Plan) else dataclasses.replace(self, shape=changed)
-        raise KeyError(path)
+        owner, name = PATHS[path]
+        if not owner:
+            return dataclasses.replace(self, **{name: value})
+        return dataclasses.replace(self, **{owner: dataclasses.replace(getattr(self, owner), **{name: value})})
 
     def as_resolved(self, recipe: run.Partial) -> Plan:
         """The plan with the numbers that `recipe` holds now (overrides applied, function bodies edited)."""
         plan = self
         for path, value in self.values().items():
-            owner: Any = recipe
-            for step in path.split("."):
-                owner = getattr(owner, step)
-            if owner != value:
-                plan = plan.replace(path, str(owner) if path == "data.paths" and owner is not None else owner)
+            try:
+                now = functools.reduce(getattr, path.split("."), recipe)
+            except AttributeError:  # a slot that the recipe's function has replaced by another class
+                continue
+            if now != value:
+                plan = plan.replace(path, str(now) if path == "data.paths" and now is not None else now)
         return plan
 
 
-class Recipe:
-    """A zero-argument factory of a complete `run.Partial`, with its plan in plain sight."""
+# path in NeMo-Run's configuration -> (the plan's field that holds the owner, or "", and the field)
+PATHS: dict[str, tuple[str, str]] = {
+    f.metadata["path"]: (owner, f.name)
+    for owner, kind in (("", Plan), ("shape", Shape))
+    for f in dataclasses.fields(kind)
+    if "path" in f.metadata
+}
+# the plan's fields of the learning-rate schedule -> their names in recipes/schedules.py
+SCHEDULE: dict[str, str] = {
+    name: path.rpartition(".")[2] for path, (_, name) in PATHS.items() if path.startswith("optim.lr_scheduler.")
+}
 
-    def __init__(self, plan: Plan, build: Callable[[Plan], run.Partial]) -> None:
-        self.plan, self._build = plan, build
-        self.__name__, self.__doc__ = build.__name__, build.__doc__
 
-    def __call__(self) -> run.Partial:
-        return self._build(self.plan)
-
-
-def recipe(**plan: Any) -> Callable[[Callable[[Plan], run.Partial]], Recipe]:
-    """Decorator: `@recipe(shape=..., seq_length=..., ...)` over a function that builds the Partial."""
-    return lambda build: Recipe(Plan(**plan), build)
+@functools.cache
+def type_at(path: str) -> tuple[type, bool]:
+    """The type of the number at `path`, and whether it may be None."""
+    owner, name = PATHS[path]
+    hint = typing.get_type_hints(Shape if owner else Plan)[name]
+    kinds = typing.get_args(hint) or (hint,)
+    if typing.get_origin(hint) is Literal:
+        kinds = (str,)
+    return (str if str in kinds else kinds[0]), type(None) in kinds

@@ -1,25 +1,21 @@
 """Profiles of continual pretraining: a learning rate, a schedule and an optimizer with a source for each number.
 
-`with_profile(recipe, "gentle", max_steps)` changes the optimizer slot of a recipe and nothing else. The
-replay share is advice: the blend (data/blend.py) holds the number. "Judgement" marks what no paper gives.
+A recipe names its profile once, `@recipe(profile="gentle", ...)`; the plan takes the numbers from here. The replay
+share is advice: the blend (data/blend.py) holds the number. "Judgement" marks what no paper gives.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.errors import UserError, unknown_name
 from recipes.schedules import Schedule, build
-
-if TYPE_CHECKING:
-    import nemo_run as run
 
 IBRAHIM = "Ibrahim et al. 2024, arXiv 2403.08763"
 PARMAR = "Parmar et al. 2024, arXiv 2407.07263"
 HU = "Hu et al. 2024, arXiv 2404.06395"
 HAEGELE = "Haegele et al. 2024, arXiv 2405.18392"
-ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.95, "weight_decay": 0.1, "clip_grad": 1.0}
 LEAST_STEPS = 10
 
 
@@ -121,7 +117,7 @@ def profile(name: str) -> Profile:
 
 
 def parameters(name: str, max_steps: int) -> dict[str, Any]:
-    """The schedule slot (`recipes.build.lr_slot.StepSchedule`) of a run of `max_steps` steps, as keyword arguments."""
+    """Kind and parameters of the schedule of a run of `max_steps` steps (recipes/schedules.py), without its peak."""
     chosen = profile(name)
     if max_steps < LEAST_STEPS:
         raise UserError(
@@ -142,49 +138,6 @@ def parameters(name: str, max_steps: int) -> dict[str, Any]:
 def schedule(name: str, max_steps: int) -> Schedule:
     """The profile's learning-rate curve, without NeMo (for the picture and for preflight)."""
     return build(**{"max_lr": profile(name).max_lr, **parameters(name, max_steps)})
-
-
-def numbers(name: str, max_steps: int) -> dict[str, Any]:
-    """The fields of `recipes.plan.Plan` that the profile decides: `recipe(..., **numbers("gentle", 2000))`."""
-    slot = parameters(name, max_steps)
-    steps = {"max_steps": max_steps, "warmup_steps": slot.get("warmup_steps", 0)}
-    return {**steps, "max_lr": profile(name).max_lr, "min_lr": slot["min_lr"]}
-
-
-def with_profile(recipe: run.Partial, name: str, max_steps: int) -> run.Partial:
-    """Give `recipe` the optimizer and schedule of a profile, laid out over `max_steps` steps; returns it.
-
-    The schedule keeps that length when trainer.max_steps is changed later.
-    """
-    import nemo_run
-
-    from recipes.build.lr_slot import StepSchedule
-
-    recipe.optim.config.lr = profile(name).max_lr
-    for key, value in ADAM.items():
-        setattr(recipe.optim.config, key, value)
-    recipe.optim.lr_scheduler = nemo_run.Config(StepSchedule, **parameters(name, max_steps))
-    return recipe
-
-
-def gentle(recipe: run.Partial, max_steps: int) -> run.Partial:
-    """2e-5, replay 5-10%: for a weak shift (Ibrahim et al. 2024, arXiv 2403.08763)."""
-    return with_profile(recipe, "gentle", max_steps)
-
-
-def strong(recipe: run.Partial, max_steps: int) -> run.Partial:
-    """1e-4, replay 25%: for a strong shift (Ibrahim et al. 2024, arXiv 2403.08763)."""
-    return with_profile(recipe, "strong", max_steps)
-
-
-def polish(recipe: run.Partial, max_steps: int) -> run.Partial:
-    """3e-5 to 1/100, no warm-up, replay 5-25%: the best data last (Parmar et al. 2024, arXiv 2407.07263)."""
-    return with_profile(recipe, "polish", max_steps)
-
-
-def wsd(recipe: run.Partial, max_steps: int) -> run.Partial:
-    """5e-5 held, decay over the last 15%, replay 5-25% (Hu et al. 2024, arXiv 2404.06395)."""
-    return with_profile(recipe, "wsd", max_steps)
 
 
 def reasons(name: str, max_steps: int) -> list[str]:

@@ -1,5 +1,8 @@
 """The recipes. Edit the numbers here, or override one on the command line: `data.micro_batch_size=2`.
 
+`@recipe(...)` declares a recipe's numbers (fields of recipes/plan.py) and registers the function under its name; the
+first line of the docstring is what `launch.py recipes` shows. `@recipe(OTHER, ...)` declares what differs from another
+recipe. The function builds NeMo-Run's configuration from the plan and may change anything in it before returning it.
 Importing this file costs nothing: NeMo is imported when a recipe is built.
 """
 
@@ -7,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from recipes import profiles
-from recipes.plan import Plan, Shape, recipe
+from recipes.plan import Plan, Shape
+from recipes.registry import recipe
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -45,7 +48,6 @@ TINY = Shape(
 @recipe(
     shape=TINY,
     accelerator="cpu",
-    env="cpu",
     distributed_optimizer=False,
     data="corpora/sample/prose",
     seq_length=256,
@@ -61,18 +63,16 @@ TINY = Shape(
     save_every_n_steps=200,
 )
 def qwen25_tiny(plan: Plan) -> run.Partial:
-    """A 1.3M-parameter Qwen2.5 on the CPU: the whole path, from scratch, in about a minute."""
-    from recipes.build.assemble import on_cpu, pretrain
+    """1.3M parameters, tied embeddings, from scratch on the CPU in about a minute."""
+    from recipes.build.assemble import pretrain
 
-    return on_cpu(pretrain(plan))
+    return pretrain(plan)
 
 
 @recipe(
-    shape=TINY,
+    qwen25_tiny,
     base="models/qwen25-tiny",
-    accelerator="cpu",
-    env="cpu",
-    distributed_optimizer=False,
+    data=None,
     blend={
         "domains": [
             {"name": "code", "folder": "corpora/sample/code", "role": "new"},
@@ -80,29 +80,23 @@ def qwen25_tiny(plan: Plan) -> run.Partial:
         ],
         "replay_share": 0.25,
     },
-    seq_length=256,
-    micro_batch_size=4,
-    global_batch_size=4,
     max_steps=200,
     warmup_steps=10,
     max_lr=1e-3,
     min_lr=1e-4,
     val_check_interval=40,
-    limit_val_batches=8,
-    log_every_n_steps=20,
     save_every_n_steps=100,
 )
 def qwen25_tiny_cpt(plan: Plan) -> run.Partial:
-    """Continue the tiny model on code, with prose replayed, on the CPU."""
-    from recipes.build.assemble import on_cpu, pretrain
+    """The tiny model continued on code, with 25% of the tokens replayed prose, on the CPU."""
+    from recipes.build.assemble import pretrain
 
-    return on_cpu(pretrain(plan))
+    return pretrain(plan)
 
 
 @recipe(
     shape=REDUCED,
     accelerator="gpu",
-    env="official",
     data="corpora/mine",
     seq_length=2048,
     micro_batch_size=1,
@@ -117,32 +111,7 @@ def qwen25_tiny_cpt(plan: Plan) -> run.Partial:
     save_every_n_steps=500,
 )
 def qwen25_500m_single(plan: Plan) -> run.Partial:
-    """The reduced model (306M, untied) on one GPU, sequence 2048, global batch 4."""
-    from recipes.build.assemble import pretrain
-
-    return pretrain(plan)
-
-
-# the full-size model from scratch, on whatever number of GPUs
-_FULL = {
-    "shape": QWEN25_500M,
-    "accelerator": "gpu",
-    "data": "corpora/mine",
-    "seq_length": 2048,
-    "max_steps": 2000,
-    "warmup_steps": 20,
-    "max_lr": 3e-4,
-    "min_lr": 3e-5,
-    "val_check_interval": 200,
-    "limit_val_batches": 8,
-    "log_every_n_steps": 10,
-    "save_every_n_steps": 500,
-}
-
-
-@recipe(env="official", micro_batch_size=2, global_batch_size=128, **_FULL)
-def qwen25_500m(plan: Plan) -> run.Partial:
-    """Qwen2.5-0.5B at full size, tied embeddings (494M), on one GPU."""
+    """The reduced model (306M parameters, untied embeddings) from scratch on one GPU."""
     from recipes.build.assemble import pretrain
 
     return pretrain(plan)
@@ -150,9 +119,31 @@ def qwen25_500m(plan: Plan) -> run.Partial:
 
 @recipe(
     shape=QWEN25_500M,
-    base="Qwen/Qwen2.5-0.5B",
     accelerator="gpu",
-    env="official",
+    data="corpora/mine",
+    seq_length=2048,
+    micro_batch_size=2,
+    global_batch_size=128,
+    max_steps=2000,
+    warmup_steps=20,
+    max_lr=3e-4,
+    min_lr=3e-5,
+    val_check_interval=200,
+    limit_val_batches=8,
+    log_every_n_steps=10,
+    save_every_n_steps=500,
+)
+def qwen25_500m(plan: Plan) -> run.Partial:
+    """Qwen2.5-0.5B at full size (494M parameters, tied embeddings) from scratch on one GPU."""
+    from recipes.build.assemble import pretrain
+
+    return pretrain(plan)
+
+
+@recipe(
+    qwen25_500m,
+    base="Qwen/Qwen2.5-0.5B",
+    data=None,
     blend={
         "domains": [
             {"name": "new", "folder": "corpora/new", "role": "new"},
@@ -160,50 +151,45 @@ def qwen25_500m(plan: Plan) -> run.Partial:
         ],
         "replay_share": 0.1,
     },
-    seq_length=2048,
-    micro_batch_size=2,
-    global_batch_size=128,
+    profile="gentle",
     val_check_interval=100,
     limit_val_batches=4,
-    log_every_n_steps=10,
     save_every_n_steps=250,
     keep_best="new",
-    **profiles.numbers("gentle", 2000),
 )
 def qwen25_500m_cpt(plan: Plan) -> run.Partial:
-    """Continue Qwen2.5-0.5B on your text, with replay: full model, one GPU, profile gentle."""
+    """Qwen2.5-0.5B continued on your text, with 10% of the tokens replayed, on one GPU."""
     from recipes.build.assemble import pretrain
 
-    return profiles.with_profile(pretrain(plan), "gentle", plan.max_steps)
+    return pretrain(plan)
 
 
-# the batch is for an 80 GiB card; the launcher fits it to the card that is there (recipes/memory.py)
-@recipe(env="dual", devices=2, memory_profile="balanced", micro_batch_size=17, global_batch_size=136, **_FULL)
+@recipe(qwen25_500m, devices=2, memory_profile="balanced")
 def qwen25_500m_dual(plan: Plan) -> run.Partial:
-    """Qwen2.5-0.5B at full size (494M, tied) on two GPUs, data parallel: about 65% of each card."""
-    from recipes.build.assemble import many_gpus, pretrain
+    """Qwen2.5-0.5B from scratch on two GPUs, data parallel, about 65% of each GPU's memory."""
+    from recipes.build.assemble import pretrain
 
-    return many_gpus(pretrain(plan))
+    return pretrain(plan)
 
 
-@recipe(env="dual", devices=2, memory_profile="conservative", micro_batch_size=12, global_batch_size=72, **_FULL)
+@recipe(qwen25_500m_dual, memory_profile="conservative")
 def qwen25_500m_dual_conservative(plan: Plan) -> run.Partial:
-    """The same with about 48% of each card: room for another program beside it."""
-    from recipes.build.assemble import many_gpus, pretrain
+    """The same with about 48% of each GPU's memory: room for another program beside it."""
+    from recipes.build.assemble import pretrain
 
-    return many_gpus(pretrain(plan))
+    return pretrain(plan)
 
 
-@recipe(env="dual", devices=2, memory_profile="aggressive", micro_batch_size=25, global_batch_size=250, **_FULL)
+@recipe(qwen25_500m_dual, memory_profile="aggressive")
 def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
-    """The same with about 90% of each card: nothing else may run there."""
-    from recipes.build.assemble import many_gpus, pretrain
+    """The same with about 90% of each GPU's memory: nothing else may run there."""
+    from recipes.build.assemble import pretrain
 
-    return many_gpus(pretrain(plan))
+    return pretrain(plan)
 
 
 @recipe(
-    env="multinode-ib",
+    qwen25_500m,
     num_nodes=2,
     devices=8,
     tensor_parallel=2,
@@ -212,13 +198,12 @@ def qwen25_500m_dual_aggressive(plan: Plan) -> run.Partial:
     sequence_parallel=True,
     micro_batch_size=4,
     global_batch_size=256,
-    **_FULL,
 )
 def qwen25_500m_multinode(plan: Plan) -> run.Partial:
-    """Qwen2.5-0.5B on two nodes of eight: tensor groups inside a node, a pipeline stage on each, four replicas.
+    """Qwen2.5-0.5B on two nodes of eight GPUs: tensor groups in a node, a pipeline stage on each, four replicas.
 
-    At 0.5B plain data parallelism is faster wherever it fits; this is the shape that larger models need.
+    At 0.5B plain data parallelism is faster wherever it fits; this is the layout that larger models need.
     """
-    from recipes.build.assemble import many_gpus, pretrain
+    from recipes.build.assemble import pretrain
 
-    return many_gpus(pretrain(plan))
+    return pretrain(plan)

@@ -12,7 +12,9 @@ from common.errors import unknown_name
 from common.rundir import RunDir
 
 if TYPE_CHECKING:
+    from launcher.build import Built
     from launcher.cluster_file import Cluster
+    from recipes.resolve import Resolved
 
 EXECUTORS: dict[str, str] = {
     "direct": "launcher.executors.direct:submit",
@@ -41,6 +43,7 @@ class Job:
         dryrun: print what would be submitted on standard error and write it into the run directory; submit nothing.
         rank_command: what every rank runs, in the folder that holds `runs`.
         resume_command: what the user types to go on after a stop.
+        resolved, built: the launcher's own, for the executor whose rank is the launcher's process.
     """
 
     folder: RunDir
@@ -53,6 +56,8 @@ class Job:
     dryrun: bool
     rank_command: tuple[str, ...]
     resume_command: str
+    resolved: Resolved | None = None
+    built: Built | None = None
 
     @property
     def world_size(self) -> int:

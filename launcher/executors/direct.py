@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from launcher import rank_main as rank
+from launcher import rank_main
 from launcher.executors import Job
 
 
 def submit(job: Job) -> int:
     """Train in this process."""
-    return 0 if job.dryrun else rank.train(job.folder)
+    if job.dryrun:
+        return 0
+    assert job.resolved is not None
+    return rank_main.train(job.folder, job.resolved, built=job.built)

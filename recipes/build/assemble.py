@@ -1,4 +1,4 @@
-"""How a plan becomes a NeMo-Run Partial: one line a slot, each slot built in recipes/build.
+"""How a plan becomes NeMo-Run's configuration: one line per slot, each slot built by its own module beside this one.
 
 The base is NeMo's own `llm.qwen25_500m.pretrain_recipe`; what it gets wrong for this model
 (docs/truth.md) is replaced slot by slot.
@@ -17,7 +17,7 @@ from training.speed import Speed
 
 
 def pretrain(plan: Plan) -> run.Partial:
-    """A complete pretraining recipe for one or many GPUs."""
+    """The complete configuration of a run on a CPU, one GPU or many, as the plan says."""
     recipe = llm.qwen25_500m.pretrain_recipe(num_gpus_per_node=plan.devices, num_nodes=plan.num_nodes, fn=train)
     recipe.model = model.qwen25(plan)
     recipe.data = run.Config(
@@ -31,30 +31,32 @@ def pretrain(plan: Plan) -> run.Partial:
         num_workers=2,
         pin_memory=True,
     )
-    recipe.optim = optim.adam_cosine(plan)
+    recipe.optim = optim.adamw(plan)
     recipe.trainer = trainer.megatron(plan, base=recipe.trainer)
     recipe.trainer.callbacks = callbacks.default()
     recipe.log = checkpoint.log(plan)
     recipe.resume = checkpoint.resume(plan)
     recipe.speed = run.Config(Speed)
+    if plan.accelerator == "cpu":
+        _for_cpu(recipe)
+    elif plan.world_size > 1:
+        _for_many_gpus(recipe, plan)
     return recipe
 
 
-def many_gpus(recipe: run.Partial) -> run.Partial:
-    """Gradient sums and parameter gathers of the distributed optimizer behind the computation; attention recomputed."""
+def _for_many_gpus(recipe: run.Partial, plan: Plan) -> None:
+    """Communication of the distributed optimizer overlaps the computation; pipeline stages recompute attention."""
     trainer.overlap(recipe.trainer)
-    if recipe.trainer.strategy.pipeline_model_parallel_size > 1:
+    if plan.pipeline_parallel > 1:
         model.recompute(recipe.model)
-    if recipe.trainer.strategy.virtual_pipeline_model_parallel_size:
+    if plan.virtual_pipeline:
         model.interleaved(recipe.model)
-    return recipe
 
 
-def on_cpu(recipe: run.Partial) -> run.Partial:
-    """The same recipe on the CPU: fp32, Gloo, no Transformer Engine (training/cpu.py does the rest)."""
+def _for_cpu(recipe: run.Partial) -> None:
+    """fp32, Gloo, no Transformer Engine (training/cpu.py does the rest)."""
     model.on_cpu(recipe.model)
     optim.on_cpu(recipe.optim)
     trainer.on_cpu(recipe.trainer)
     recipe.data.pin_memory = False
-    recipe.data.num_workers = 0  # a batch is read sooner than another process sends it
-    return recipe
+    recipe.data.num_workers = 0  # reading a batch here takes less time than receiving it from a worker process

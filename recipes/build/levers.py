@@ -11,6 +11,7 @@ from typing import Any
 import nemo_run as run
 from nemo.collections.llm.gpt.model.base import HAVE_TE
 
+from recipes.build.changes import apply_changes
 from training.fast import wgrad
 
 TE_LOSS = (2, 11)  # Transformer Engine 2.9 and 2.10: wrong gradients at micro batch > 1 with an uneven mask
@@ -62,17 +63,7 @@ def with_speed(recipe: run.Partial) -> list[str]:
     Returns:
         one line per change: `path: old -> new (reason)`.
     """
-    lines = []
-    for path, value, reason in levers(recipe):
-        *owners, name = path.split(".")
-        owner: Any = recipe
-        for step in owners:
-            owner = getattr(owner, step)
-        old = getattr(owner, name)
-        if old != value:
-            setattr(owner, name, value)
-            lines.append(f"{path}: {old} -> {value} ({reason})")
-    return lines
+    return apply_changes(recipe, levers(recipe))
 
 
 def _te_version() -> tuple[int, ...]:

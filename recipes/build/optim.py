@@ -1,4 +1,4 @@
-"""The optimizer slot: AdamW with warm-up and cosine decay."""
+"""The optimizer slot: AdamW with the plan's learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from recipes.build.lr_slot import StepSchedule
 from recipes.plan import Plan
 
 
-def adam_cosine(plan: Plan) -> run.Config[MegatronOptimizerModule]:
-    """AdamW (0.9, 0.95), weight decay 0.1, gradient clip 1.0; linear warm-up, cosine to `min_lr` at the plan's end.
-
-    The schedule keeps that length when trainer.max_steps is changed (recipes/build/lr_slot.py).
-    """
+def adamw(plan: Plan) -> run.Config[MegatronOptimizerModule]:
+    """AdamW (0.9, 0.95), weight decay 0.1, gradient clip 1.0, as large models are pretrained with."""
     optim = distributed_fused_adam_with_cosine_annealing(max_lr=plan.max_lr, clip_grad=1.0)
-    optim.lr_scheduler = run.Config(
-        StepSchedule,
-        kind="rewarm_cosine",
-        warmup_steps=plan.warmup_steps,
-        min_lr=plan.min_lr,
-        decay_end=plan.max_steps,
-    )
+    optim.lr_scheduler = run.Config(StepSchedule, **plan.schedule_parameters)
     return optim
 
 

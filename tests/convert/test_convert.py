@@ -77,7 +77,7 @@ def _train(sample: Path, base: Path, arch: convert_map.Architecture) -> tuple[fl
     batches: list[dict[str, torch.Tensor]] = []
     original = data.module.gpt_data_step
     recipe = registry.resolve("qwen25_tiny")
-    build = recipe._build
+    build = recipe.build
 
     def from_base(plan: Any) -> Any:
         partial = build(plan)
@@ -90,7 +90,7 @@ def _train(sample: Path, base: Path, arch: convert_map.Architecture) -> tuple[fl
             batches.append(batch)
         return batch
 
-    recipe._build, data.module.gpt_data_step = from_base, recording
+    recipe.build, data.module.gpt_data_step = from_base, recording
     words = {
         "data.paths": sample / "prose",
         "data.index_mapping_dir": Path.cwd() / "cache",

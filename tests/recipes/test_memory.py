@@ -11,9 +11,10 @@ from common import machine_facts
 from common.errors import UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import batch_size as fit
+from launcher import batch_size
 from recipes import memory, registry
 from recipes.plan import Plan
+from recipes.resolve import resolve
 
 
 def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
@@ -97,45 +98,50 @@ def test_sharing_makes_it_less() -> None:
     assert memory.estimate(alone, "sdpa").optimizer == 16 * memory.estimate(alone).optimizer
 
 
+def _fitted(spec: RunSpec, run: RunDir, ask_gpus: bool = True) -> RunSpec:
+    return batch_size.fit(resolve(spec), run, ask_gpus=ask_gpus).spec
+
+
 def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """On the smallest card that a rank gets, unless the user chose; a resumed run keeps what it began with."""
     gib = 2**30
     cards = tuple(machine_facts.Gpu(i, "card", n * gib, n * gib, str(i), 0) for i, n in enumerate((48, 24)))
     monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards, cards))
-    monkeypatch.setattr(fit.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(batch_size.importlib.util, "find_spec", lambda _: object())
     run = RunDir("run", tmp_path)
     spec = RunSpec(recipe="qwen25_500m_dual")
-    fitted = fit.fit(spec, run, here=True)
+    fitted = _fitted(spec, run)
     assert fitted.overrides == ("data.micro_batch_size=3", "data.global_batch_size=126")
-    assert fit.fit(spec, run, here=False) == spec
-    with monkeypatch.context() as gloo:  # no distributed optimizer: 2.8 GiB more on each card
-        gloo.setenv("CPT_PROCESS_GROUP_BACKEND", "gloo")
-        assert fit.fit(spec, run, here=True).overrides == ("data.micro_batch_size=2", "data.global_batch_size=128")
-        unshared = memory.estimate(fit.planned(spec)).optimizer
-    assert unshared == 2 * memory.estimate(fit.planned(spec)).optimizer
+    assert _fitted(spec, run, ask_gpus=False) == spec
+    gloo = dataclasses.replace(spec, process_group_backend="gloo")  # no distributed optimizer: 2.8 GiB more on each GPU
+    assert _fitted(gloo, run).overrides == ("data.micro_batch_size=2", "data.global_batch_size=128")
+    optimizer = memory.estimate(resolve(spec).plan).optimizer
+    assert memory.estimate(resolve(gloo).plan).optimizer == 2 * optimizer
     own = dataclasses.replace(spec, overrides=("data.micro_batch_size=2",))
-    assert fit.fit(own, run, here=True) == own
+    assert _fitted(own, run) == own
+    fuller = _fitted(dataclasses.replace(spec, memory_profile="aggressive"), run)
+    assert fuller.overrides == _fitted(RunSpec(recipe="qwen25_500m_dual_aggressive"), run).overrides
     run.path.mkdir()
     run.spec_file.write_text(fitted.to_json())
     again = dataclasses.replace(spec, resume=True)
     monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards[:1], cards[:1]))
-    assert fit.fit(again, run, here=True).overrides == fitted.overrides
+    assert _fitted(again, run).overrides == fitted.overrides
     more = dataclasses.replace(again, overrides=("trainer.devices=6",))  # 126 / 6 = 21 = 7 x 3
-    assert fit.fit(more, run, here=True).overrides == ("trainer.devices=6", *fitted.overrides)
+    assert _fitted(more, run).overrides == ("trainer.devices=6", *fitted.overrides)
     more = dataclasses.replace(again, overrides=("trainer.devices=9",))  # 14 a replica, which 3 does not divide
-    assert fit.fit(more, run, here=True).overrides[-1] == "data.micro_batch_size=2"
+    assert _fitted(more, run).overrides[-1] == "data.micro_batch_size=2"
 
 
 def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The same global batch; the user's own number stays; nothing is changed where no card can be asked."""
     gib = 2**30
     run = RunDir("run", tmp_path)
-    monkeypatch.setattr(fit.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(batch_size.importlib.util, "find_spec", lambda _: object())
 
     def fitted(name: str, card: int, *words: str) -> tuple[str, ...]:
         cards = (machine_facts.Gpu(0, "card", card * gib, card * gib, "0", 0),)
         monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards, cards))
-        return fit.fit(RunSpec(recipe=name, overrides=words), run, here=True).overrides
+        return _fitted(RunSpec(recipe=name, overrides=words), run).overrides
 
     assert fitted("qwen25_500m_single", 80) == ("data.micro_batch_size=4",)
     assert fitted("qwen25_500m_single", 12) == ("data.micro_batch_size=2",)
@@ -143,4 +149,4 @@ def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, 
     assert fitted("qwen25_500m", 80) == ("data.micro_batch_size=16",)
     assert fitted("qwen25_500m", 80, "speed.fused_lm_head=False")[1:] == ("data.micro_batch_size=8",)
     assert fitted("qwen25_tiny", 80) == ()
-    assert fit.fit(RunSpec(recipe="qwen25_500m_single"), run, here=False).overrides == ()
+    assert _fitted(RunSpec(recipe="qwen25_500m_single"), run, ask_gpus=False).overrides == ()

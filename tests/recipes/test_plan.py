@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.spec import RunSpec
 from recipes import overrides, registry
 from recipes.qwen25 import QWEN25_500M, REDUCED
+from recipes.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "nemo", "nemo_run", "transformers", "lightning", "megatron", "numpy")
@@ -49,25 +50,57 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 
 def test_every_registered_recipe_resolves_and_says_what_it_is() -> None:
-    for name in registry.RECIPES:
-        recipe = registry.resolve(name)
+    for name, recipe in registry.recipes().items():
         assert recipe.__name__ == name
-        assert recipe.__doc__
+        assert recipe.summary
 
 
 def test_overrides_reach_the_plan_early() -> None:
     plan = registry.resolve("qwen25_500m_single").plan
     words = ("data.micro_batch_size=2", "model.config.num_layers=8", "data.paths='corpora/x'", "optim.config.lr=1e-4")
-    changed = overrides.early(plan, words)
+    changed = overrides.apply_to_plan(plan, overrides.parse(words))
     assert (changed.micro_batch_size, changed.shape.num_layers, changed.data) == (2, 8, "corpora/x")
     assert changed.max_lr == 1e-4
     assert changed.shape.num_parameters == 306_543_360 - 4 * 6_097_408
 
 
+def test_one_spec_gives_one_plan_whatever_the_environment_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RunSpec(recipe="qwen25_500m_dual", overrides=("trainer.max_steps*=2", "data.replay_share=None"))
+    plan = resolve(spec).plan
+    assert plan.max_steps == 4000 and plan.replay_share is None
+    monkeypatch.setenv("CPT_PROCESS_GROUP_BACKEND", "gloo")
+    assert resolve(spec).plan == plan
+    on_gloo = resolve(dataclasses.replace(spec, process_group_backend="gloo"))
+    assert on_gloo.plan.process_group_backend == "gloo" and not on_gloo.plan.distributed_optimizer
+    monkeypatch.delenv("CPT_PROCESS_GROUP_BACKEND")
+    assert resolve(on_gloo.spec).plan == on_gloo.plan
+
+
+def test_a_recipe_file_of_ones_own(tmp_path: Path) -> None:
+    """docs/my-own-recipe.md: one function in one file."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from recipes.qwen25 import qwen25_500m_cpt\n"
+        "from recipes.registry import recipe\n\n"
+        "@recipe(qwen25_500m_cpt, profile='strong', max_steps=500)\n"
+        "def qwen25_mine(plan):\n"
+        "    'Half an hour of my text.'\n"
+        "    from recipes.build.assemble import pretrain\n\n"
+        "    return pretrain(plan)\n"
+    )
+    found = registry.resolve(f"{file}:qwen25_mine")
+    assert found.summary == "Half an hour of my text."
+    assert (found.plan.max_lr, found.plan.decay_end, found.plan.base) == (1e-4, 500, "Qwen/Qwen2.5-0.5B")
+    with pytest.raises(UserError, match=f"{file}:qwen25_mine"):
+        registry.resolve(f"{file}:qwen25_other")
+    with pytest.raises(UserError, match="no recipe file"):
+        registry.resolve(f"{tmp_path}/nowhere.py:qwen25_mine")
+
+
 @pytest.mark.parametrize("word", ("data.micro_batch_size=two", "trainer.max_steps=1.5", "--max-steps", "=3", "a b=c"))
 def test_unreadable_overrides(word: str) -> None:
     with pytest.raises(UserError):
-        overrides.early(registry.resolve("qwen25_tiny").plan, (word,))
+        resolve(RunSpec(recipe="qwen25_tiny", overrides=(word,)))
 
 
 def test_the_users_environment_wins_and_is_named() -> None:

@@ -223,7 +223,6 @@ def test_profiles(name: str, max_steps: int) -> None:
     assert schedule.end == max_steps and schedule.warnings(max_steps) == []
     assert schedule.lr(schedule.warmup_steps) == chosen.max_lr
     assert schedule.lr(max_steps) == pytest.approx(chosen.max_lr / chosen.fall)
-    assert profiles.numbers(name, max_steps)["warmup_steps"] == schedule.warmup_steps
     lines = "\n".join(profiles.reasons(name, max_steps))
     assert "arXiv" in lines and "replay" in lines and f"{chosen.max_lr:g}" in lines
 

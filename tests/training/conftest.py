@@ -24,14 +24,14 @@ def train(
     spec = RunSpec(recipe="qwen25_tiny", name=name, resume=resume, overrides=words)
     if dataset is not None:
         recipe = registry.resolve("qwen25_tiny")
-        build = recipe._build
+        build = recipe.build
 
         def with_dataset(plan: Any) -> Any:
             partial = build(plan)
             partial.data.dataset_cls = dataset
             return partial
 
-        recipe._build = with_dataset
+        recipe.build = with_dataset
     assert execute.launch(spec) == 0
     return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
 

@@ -46,7 +46,7 @@ def _train(
 
     stock = {"warmup_steps": 3, "constant_steps": 0, "min_lr": 1e-4}
     recipe = registry.resolve("qwen25_tiny")
-    build = recipe._build
+    build = recipe.build
 
     def changed(plan: Any) -> Any:
         partial = build(plan)
@@ -56,7 +56,7 @@ def _train(
         partial.trainer.callbacks.append(run.Config(RecordLr))
         return partial
 
-    recipe._build = changed
+    recipe.build = changed
     words = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
     words += (f"trainer.max_steps={steps}", "trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")
     assert execute.launch(RunSpec(recipe="qwen25_tiny", name="run", resume=resume, overrides=words)) == 0
@@ -110,25 +110,32 @@ def test_stock_reshapes_and_ours_does_not(sample: Path, forked: Callable[..., An
     assert len(set(dropped[3][1])) == 1  # three groups, one lr: decoupled_lr has no effect
 
 
+def _override(recipe: Any, words: tuple[str, ...]) -> list[str]:
+    from recipes import overrides
+
+    return overrides.apply_to_recipe(recipe, overrides.parse(words))
+
+
 def test_written_read_and_overridden() -> None:
     """As YAML in config.yaml, as words on the command line; a wrong name or type is refused as everywhere."""
     import yaml
 
     from common.errors import UserError
     from launcher import build
-    from recipes import overrides, profiles, registry
+    from recipes import profiles, registry
 
     for name in profiles.PROFILES:
-        recipe = profiles.with_profile(registry.resolve("qwen25_tiny")(), name, 400)
+        tiny = registry.resolve("qwen25_tiny")
+        declared = tiny.plan.changed(profile=name)
+        recipe = tiny.build(declared)
         slot = yaml.safe_load(build.to_yaml(recipe))["optim"]["lr_scheduler"]
         assert slot.pop("_target_") == "recipes.build.lr_slot.StepSchedule" and slot == profiles.parameters(name, 400)
-        plan = registry.resolve("qwen25_tiny").plan.as_resolved(recipe)
-        found = {"max_steps": 400, "warmup_steps": plan.warmup_steps, "max_lr": plan.max_lr, "min_lr": plan.min_lr}
-        assert found == profiles.numbers(name, 400)
+        assert declared.as_resolved(recipe) == declared
+        assert declared.learning_rate() == profiles.schedule(name, 400)
     words = ("optim.lr_scheduler.max_lr=4e-5", "optim.lr_scheduler.fork_step=300", "optim.lr_scheduler.decay_steps=100")
-    lines = overrides.apply(recipe, words)
+    lines = _override(recipe, words)
     assert lines[0] == "optim.lr_scheduler.max_lr: None -> 4e-05"
-    overrides.apply(recipe, ("optim.lr_scheduler.decay_shape=linear",))
+    _override(recipe, ("optim.lr_scheduler.decay_shape=linear",))
     import fiddle
 
     built = fiddle.build(recipe.optim.lr_scheduler).schedule(recipe.optim.config.lr)
@@ -136,7 +143,7 @@ def test_written_read_and_overridden() -> None:
     assert built == expected.fork(300, 100)
     for wrong in ("optim.lr_scheduler.fork=3", "optim.lr_scheduler.fork_step=soon", "optim.lr_scheduler.max_steps=9"):
         with pytest.raises(UserError):
-            overrides.apply(recipe, (wrong,))
+            _override(recipe, (wrong,))
 
 
 def _walk(scheduler: Any, steps: int) -> list[list[float]]:

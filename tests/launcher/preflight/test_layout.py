@@ -21,7 +21,7 @@ def _found(**changes: Any) -> dict[str, bool]:
 
 
 def test_every_recipe_adds_up() -> None:
-    for name in registry.RECIPES:
+    for name in registry.recipes():
         assert not list(layout(registry.resolve(name).plan, RunDir("run"))), name
 
 

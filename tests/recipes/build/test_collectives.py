@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import nemo_run as run
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -13,12 +15,13 @@ from recipes.build import collectives
 
 def test_gloo_changes_what_it_cannot_carry() -> None:
     recipe = registry.resolve("qwen25_500m")()
-    assert collectives.adapt(recipe, {}) == []
+    plan = registry.resolve("qwen25_500m").plan
+    assert collectives.adapt(recipe, plan) == []
     recipe.trainer.strategy.ddp = run.Config(
         DistributedDataParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True, average_in_collective=True
     )
     recipe.optim.config.use_distributed_optimizer = True
-    lines = collectives.adapt(recipe, {"CPT_PROCESS_GROUP_BACKEND": "gloo"})
+    lines = collectives.adapt(recipe, dataclasses.replace(plan, process_group_backend="gloo"))
     assert recipe.trainer.strategy.process_group_backend == "gloo"
     assert not recipe.optim.config.use_distributed_optimizer
     ddp = recipe.trainer.strategy.ddp
@@ -31,9 +34,10 @@ def test_gloo_changes_what_it_cannot_carry() -> None:
 def test_gloo_by_hand_is_refused_with_what_it_cannot_carry(path: str) -> None:
     recipe = registry.resolve("qwen25_500m_dual")()
     collectives.check(recipe)
-    collectives.with_gloo(recipe)
+    plan = registry.resolve("qwen25_500m_dual").plan
+    collectives.adapt(recipe, dataclasses.replace(plan, process_group_backend="gloo"))
     collectives.check(recipe)
-    overrides.apply(recipe, [f"{path}=True"])
+    overrides.apply_to_recipe(recipe, overrides.parse([f"{path}=True"]))
     with pytest.raises(UserError, match="--env gloo") as refused:
         collectives.check(recipe)
     assert f"{path}=True" in refused.value.explain()
@@ -41,5 +45,5 @@ def test_gloo_by_hand_is_refused_with_what_it_cannot_carry(path: str) -> None:
 
 def test_the_cpu_recipe_has_nothing_to_change() -> None:
     recipe = registry.resolve("qwen25_tiny")()
-    assert collectives.adapt(recipe, {"CPT_PROCESS_GROUP_BACKEND": "gloo"}) == []
+    assert collectives.adapt(recipe, registry.resolve("qwen25_tiny").plan) == []
     collectives.check(recipe)

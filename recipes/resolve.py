@@ -1,0 +1,63 @@
+"""From what the user asked for to one plan: the recipe's numbers, a profile, the overrides, in that order.
+
+Depends on the spec alone: the same spec gives the same plan in the launcher and in every rank, whatever their
+environment variables hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from common.spec import RunSpec
+from recipes import overrides, registry
+from recipes.overrides import Override
+from recipes.plan import Plan
+from recipes.registry import Recipe
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A spec with its recipe, its overrides as parsed, and the plan they come to."""
+
+    spec: RunSpec
+    recipe: Recipe
+    overrides: tuple[Override, ...]
+    plan: Plan
+
+    def with_spec(self, **fields: Any) -> Resolved:
+        """Another executor, name, attempt or process-group backend; the overrides stay as they were parsed."""
+        return _resolved(dataclasses.replace(self.spec, **fields), self.recipe, self.overrides)
+
+    def with_overrides(self, *more: Override) -> Resolved:
+        """The same with overrides that the launcher has chosen, recorded in the spec after the user's own."""
+        spec = dataclasses.replace(self.spec, overrides=(*self.spec.overrides, *map(str, more)))
+        return _resolved(spec, self.recipe, (*self.overrides, *more))
+
+    def is_overridden(self, *paths: str) -> bool:
+        """Whether one of `paths` is given on the command line (or was chosen by the launcher)."""
+        return any(override.path in paths for override in self.overrides)
+
+
+def resolve(spec: RunSpec) -> Resolved:
+    """The plan of a spec, before NeMo is imported.
+
+    Raises:
+        UserError: an unknown recipe or profile, a word that is no override, or a value of the wrong type.
+    """
+    return _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+
+
+def _resolved(spec: RunSpec, recipe: Recipe, given: tuple[Override, ...]) -> Resolved:
+    plan = recipe.plan
+    if spec.memory_profile is not None:
+        plan = dataclasses.replace(plan, memory_profile=spec.memory_profile)
+    if spec.process_group_backend is not None and plan.accelerator == "gpu":
+        plan = dataclasses.replace(plan, process_group_backend=spec.process_group_backend)
+    plan = overrides.apply_to_plan(plan, given)
+    optimizer = "optim.config.use_distributed_optimizer"
+    on_gloo = plan.process_group_backend == "gloo" and plan.accelerator == "gpu"
+    if on_gloo and not any(override.path == optimizer for override in given):
+        plan = dataclasses.replace(plan, distributed_optimizer=False)  # recipes/build/collectives.py says why
+    return Resolved(spec, recipe, given, plan)
