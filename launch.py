@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """The one entry: argument parsing only. `python launch.py --recipe NAME [options] [path=value ...]`"""
 
 from __future__ import annotations
@@ -6,42 +7,91 @@ import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    sys.exit(f"error: {sys.executable} has no package typer. Run `make setup`, then use .venv/bin/python launch.py")
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, no_args_is_help=True)
-data = typer.Typer(help="Prepare, inspect and sample training data.", rich_markup_mode=None, no_args_is_help=True)
-convert = typer.Typer(help="Hugging Face <-> NeMo, and the proof.", rich_markup_mode=None, no_args_is_help=True)
-app.add_typer(data, name="data")
-app.add_typer(convert, name="convert")
+from launcher.command_help import GroupedHelp
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+BEFORE, TRAIN, AFTERWARDS, MACHINE = "Before training", "Train", "Afterwards", "This machine"
+
+app = typer.Typer(
+    cls=GroupedHelp,
+    context_settings=SETTINGS,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+data = typer.Typer(help="Training data.", rich_markup_mode=None, no_args_is_help=True)
+convert = typer.Typer(help="Hugging Face <-> NeMo.", rich_markup_mode=None, no_args_is_help=True)
+app.add_typer(data, name="data", rich_help_panel=BEFORE)
+app.add_typer(convert, name="convert", rich_help_panel=AFTERWARDS)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from common.version import describe_version
+
+        print(describe_version())
+        raise typer.Exit
 
 
 @app.callback()
-def main() -> None:
-    """Continue pretraining Qwen2.5-0.5B with NeMo 2.0.
-
-    Train: python launch.py --recipe NAME [--name RUN] [--resume] [--dryrun] [--devices N] [path=value ...]
-    """
-
-
-@app.command(name="train")
-def train(
-    recipe: Annotated[str, typer.Option(help="A name that `launch.py recipes` lists.")],
-    overrides: Annotated[Optional[list[str]], typer.Argument(help="path=value in NeMo-Run syntax.")] = None,
-    executor: Annotated[
-        Optional[str], typer.Option(help="direct, local, mpirun, docker, slurm, k8s; default: direct, local for many.")
-    ] = None,
-    devices: Annotated[Optional[int], typer.Option(help="Ranks per node: trainer.devices.")] = None,
-    nodes: Annotated[Optional[int], typer.Option(help="Nodes: trainer.num_nodes.")] = None,
-    cluster: Annotated[Optional[str], typer.Option(help="Cluster file, for slurm, k8s and docker.")] = None,
-    env: Annotated[Optional[str], typer.Option(help="Environment set; default: the recipe's.")] = None,
-    memory_profile: Annotated[
-        Optional[str], typer.Option(help="Fit the batch to a share of each GPU: conservative, balanced, aggressive.")
-    ] = None,
-    name: Annotated[Optional[str], typer.Option(help="Run directory runs/NAME; default: the recipe's name.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")] = False,
-    dryrun: Annotated[bool, typer.Option("--dryrun", help="Print the resolved YAML; train nothing.")] = False,
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
-    """Train a recipe (the default command: the word `train` can be left out)."""
+    """Continue pretraining Qwen2.5-0.5B with NeMo 2.0."""
+
+
+@app.command(name="train", rich_help_panel=TRAIN)
+def train(
+    recipe: Annotated[
+        str, typer.Option(metavar="NAME", help="From `recipes`, or FILE.py:function (--recipe qwen25_tiny).")
+    ],
+    overrides: Annotated[
+        Optional[list[str]],
+        typer.Argument(metavar="[PATH=VALUE]...", help="Numbers of the recipe to change (trainer.max_steps=200)."),
+    ] = None,
+    name: Annotated[
+        Optional[str], typer.Option(metavar="RUN", help="Run directory runs/RUN; default: the recipe's name, numbered.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest complete checkpoint of the run.")
+    ] = False,
+    dryrun: Annotated[
+        bool, typer.Option("--dryrun", help="Check, and print the configuration as YAML; train nothing.")
+    ] = False,
+    devices: Annotated[
+        Optional[int], typer.Option(metavar="N", help="Ranks per node; default: the recipe's (--devices 2).")
+    ] = None,
+    nodes: Annotated[Optional[int], typer.Option(metavar="N", help="Nodes; default: the recipe's (--nodes 2).")] = None,
+    memory_profile: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="SHARE", help="Of GPU memory: conservative, balanced or aggressive; default: the recipe's."
+        ),
+    ] = None,
+    env: Annotated[
+        Optional[str],
+        typer.Option(metavar="SETS", help="Environment sets, joined by +; default: the recipe's (--env dual+prod)."),
+    ] = None,
+    executor: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="WHERE",
+            help="direct, local, mpirun, docker, slurm, k8s; default: direct or local.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        Optional[str],
+        typer.Option(metavar="FILE", help="Cluster file for slurm, k8s, docker (docs/clusters/slurm.yaml)."),
+    ] = None,
+) -> None:
+    """Train a recipe. The word `train` can be left out."""
     from dataclasses import replace
 
     from common.spec import RunSpec
@@ -53,7 +103,7 @@ def train(
     raise typer.Exit(launch(replace(spec, memory_profile=memory_profile, resume=resume, dryrun=dryrun)))
 
 
-@app.command()
+@app.command(rich_help_panel=BEFORE)
 def recipes() -> None:
     """List the recipes."""
     from recipes import registry
@@ -80,7 +130,7 @@ def prepare(
     encoder: Annotated[str, typer.Option(help="auto (gigatoken where it agrees with HF) or hf.")] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
 ) -> None:
-    """Tokenise text into train, validation and test .bin/.idx."""
+    """Tokenise text into a corpus: train, validation and test .bin/.idx."""
     from data.prepare.prepare import prepare_corpus
     from data.prepare.request import PrepareRequest
 
@@ -115,7 +165,7 @@ def _shares(text: str) -> tuple[float, float, float]:
 
 @data.command()
 def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3) -> None:
-    """Show counts, lengths and decoded samples with document borders."""
+    """Show counts, lengths and decoded samples of a corpus."""
     from data.inspect import inspect_corpus
 
     inspect_corpus(folder, samples=samples)
@@ -123,7 +173,7 @@ def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to 
 
 @data.command()
 def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("corpora/sample")) -> None:
-    """Build the sample corpus (prose and code) from this Python's own texts."""
+    """Build the sample corpora (prose and code) from Python's own texts."""
     from data.sample import build_sample
 
     build_sample(output)
@@ -155,14 +205,14 @@ def export(
 def verify(
     left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
 ) -> None:
-    """Compare two models (HF or NeMo) parameter by parameter and logit by logit; exit 1 if they differ."""
+    """Compare two models, parameters and logits; exit code 1 if they differ."""
     from convert.verify import verify as compare
 
     _console()
     raise typer.Exit(0 if compare(left, right, num_tokens=tokens).ok else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=AFTERWARDS)
 def report(
     run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
     against: Annotated[Optional[list[str]], typer.Option(help="Another run to draw beside it.")] = None,
@@ -173,7 +223,7 @@ def report(
     print(write(run, against or ()))
 
 
-@app.command()
+@app.command(rich_help_panel=AFTERWARDS)
 def passport(
     run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if an item failed or is unknown.")] = False,
@@ -189,7 +239,7 @@ def passport(
     raise typer.Exit(found.exit_code(strict))
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def doctor(
     devices: Annotated[Optional[int], typer.Option(help="Ranks a run is to have; default: the GPUs here.")] = None,
     write: Annotated[Optional[Path], typer.Option(help="Write the smallest environment that works, for --env.")] = None,
@@ -198,19 +248,19 @@ def doctor(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
-    """Check this machine, and find the way its ranks can talk to each other (under a minute)."""
+    """Check this machine, and how its ranks can communicate (under a minute)."""
     from doctor.doctor import doctor as check
 
     raise typer.Exit(check(devices, write, every=every, as_json=json))
 
 
-@app.command(name="env")
+@app.command(name="env", rich_help_panel=MACHINE)
 def env_(
     name: Annotated[Optional[str], typer.Argument(metavar="[SET]", help="A set, SET+SET+TIER, or a FILE.env.")] = None,
     export: Annotated[bool, typer.Option("--export", help="Shell lines, for any other framework.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="What is set, by whom, and the verdict.")] = False,
 ) -> None:
-    """List the environment sets, explain one, or print it for a shell."""
+    """List the environment sets, explain one, or print one for a shell."""
     import os
 
     from rich.console import Console
@@ -223,7 +273,7 @@ def env_(
         Console().print(show.settings_table(name, os.environ) if name or explain else show.sets_table())
 
 
-@app.command()
+@app.command(rich_help_panel=AFTERWARDS)
 def generate(
     model: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
     prompt: str,
@@ -249,7 +299,8 @@ def _run(argv: list[str]) -> int:
     """
     from common.errors import EXIT_INTERRUPTED, ProjectError
 
-    if argv and argv[0].startswith("-") and argv[0] not in ("--help", "-h"):
+    own = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+    if argv and argv[0].startswith("-") and argv[0] not in own:
         argv = ["train", *argv]
     try:
         app(argv, standalone_mode=True)

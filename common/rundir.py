@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from common.environment.merge import Setting
 from common.errors import UserError
 from common.spec import RunSpec
+from common.version import code_version
 
 RUNS = Path("runs")
 UNFINISHED = "-unfinished"  # NeMo's marker file beside a checkpoint that is being written
@@ -119,17 +119,6 @@ class RunDir:
 
 def _marker(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + UNFINISHED)
-
-
-def code_version() -> str:
-    """The git commit of this checkout, `+changes` if edited, or `unknown` outside git."""
-    here = Path(__file__).parent
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 
 def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,29 @@ def test_light_commands_import_nothing_heavy(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "qwen25_tiny" in done.stdout or argv != ["recipes"]
+
+
+def test_help_fits_one_screen_and_shows_how_to_train() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), "-h"], capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) <= 50 and max(map(len, lines)) <= 100
+    for shown in (
+        "--recipe NAME",
+        "docker, slurm, k8s",
+        "Before training:",
+        "data prepare",
+        "convert export",
+        "doctor",
+    ):
+        assert shown in done.stdout
+
+
+def test_shell_completion_knows_the_commands() -> None:
+    asked = {"COMP_WORDS": "launch.py rep", "COMP_CWORD": "1", "_LAUNCH.PY_COMPLETE": "complete_bash"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py")], env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["report"], done.stderr
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
