@@ -6,7 +6,6 @@ from typing import Any
 
 import typer.core
 
-
 EXAMPLES = """\
   python launch.py --recipe qwen25_500m_single
   python launch.py --recipe qwen25_500m_cpt --name mine trainer.max_steps=500
