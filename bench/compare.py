@@ -1,4 +1,6 @@
-"""The table of docs/performance.md: our recipe, stock NeMo and the transformers peer, in turns, in one call.
+"""Our recipe, stock NeMo and transformers on the same model, in turns, in one call.
+
+Its tables are in docs/measurements/one-gpu-throughput.md and docs/measurements/cpu-throughput.md.
 
     python -m bench.compare [--case NAME ...] [--rounds 2] [--peer-path PATH] [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5

@@ -81,7 +81,7 @@ def parse_blend(raw: object) -> Blend:
             "the blend is not a table",
             expected="a table with the keys domains and replay_share",
             found=type(raw).__name__,
-            do="write it as docs/schedules.md shows",
+            do="write it as docs/blend.md shows",
         )
     return Blend(**{str(key): value for key, value in raw.items()})
 
@@ -101,7 +101,7 @@ def read_yaml(path: Path) -> Any:
             f"cannot read the blend {path}",
             expected="YAML or JSON",
             found=str(error),
-            do="write it as docs/schedules.md shows",
+            do="write it as docs/blend.md shows",
         ) from None
 
 

@@ -3,7 +3,7 @@
 bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
       + tokens in flight x layers x 2 x (6 hidden + 2 kv + FFN x ffn) / tensor parallel: kept for the backward pass
       + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
-The constants are fitted to measured peaks (docs/many-gpus.md); `python -m bench.memory` compares on a GPU.
+The constants are fitted to measured peaks (docs/measurements/gpu-memory.md); `python -m bench.memory` repeats this.
 Pure Python: read before NeMo is imported.
 """
 

@@ -25,7 +25,7 @@ def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 "two descriptions of the training data",
                 expected="data.paths or data.blend",
                 found=f"data.paths={plan.data} and data.blend",
-                do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/schedules.md)",
+                do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/blend.md)",
             )
         yield from _blend(plan)
         return

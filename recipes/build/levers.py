@@ -1,7 +1,8 @@
 """The fast path: what `with_speed` changes in a recipe, each lever with its reason and a path that switches it back.
 
 Applied where there is a GPU (recipes/build/adapt.py), before the user's overrides: `speed.cuda_graph=False` on the
-command line wins. Every lever computes the same training (tests/training/fast/test_fast.py, docs/performance.md).
+command line wins. Every lever computes the same training (tests/training/fast/test_fast.py;
+docs/measurements/same-training.md).
 """
 
 from __future__ import annotations

@@ -1,57 +1,138 @@
-"""Every command in the README and the docs parses; the dry runs resolve."""
+"""What the README and the docs say can be typed, found and followed; light: nothing imports NeMo."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+from tests.docs.pages import GUIDES, MEASUREMENTS, PAGES, ROOT, anchors, commands, name, prose
+
+GLOSSARY = ROOT / "docs/glossary.md"
+TERMS = ["nats", "rank", "gate", "preflight", "EOD", "TP", "PP", "VP", "DP", "CP", "MFU", "lever", "NVLS", "replay"]
 
 
-def _commands() -> list[tuple[str, str]]:
-    found = []
-    for page in PAGES:
-        text = page.read_text().replace("\\\n", " ")
-        for match in re.finditer(r"python launch\.py ([^`\n#|]+)", text):
-            command = re.split("  | > ", match[1])[0].strip().rstrip('.;,)"')
-            if "..." not in match[1].replace("TEXT...", ""):
-                found.append((page.name, command))
-    return sorted(set(found))
-
-
-@pytest.mark.parametrize(("page", "command"), _commands())
-def test_command_parses(page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "arguments"), commands("python launch.py "))
+def test_command_parses(page: str, arguments: str) -> None:
     """Options and arguments are the ones that launch.py has; nothing is run."""
     import typer.main
 
     import launch
 
-    words = shlex.split(command.replace("TEXT...", "TEXT"))
+    words = shlex.split(arguments)
     if words[0].startswith("-") and words[0] != "--help":
         words = ["train", *words]
-    group = typer.main.get_command(launch.app)
-    context = group.make_context("launch.py", list(words), resilient_parsing=False)
-    name, sub, rest = group.resolve_command(context, [*context._protected_args, *context.args])
-    while hasattr(sub, "resolve_command") and rest:
-        inner = sub.make_context(name, rest, parent=context)
-        name, sub, rest = sub.resolve_command(inner, [*inner._protected_args, *inner.args])
-    sub.make_context(name, rest, parent=context)
+    command: Any = typer.main.get_command(launch.app)
+    context = command.make_context("launch.py", words)
+    while hasattr(command, "resolve_command"):
+        word, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(word, rest, parent=context)
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands("-m bench."))
+def test_bench_command_has_its_options(page: str, arguments: str) -> None:
+    """The module exists, and it or the parser that the benches share knows every option."""
+    module, *words = shlex.split(arguments)
+    source = (ROOT / "bench" / f"{module}.py").read_text()
+    known = re.findall(r'"(--[a-z-]+)"', source + (ROOT / "bench/throughput.py").read_text())
+    assert {word for word in words if word.startswith("--")} <= set(known)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = {page: words.split() for page, words in commands("    make ") + commands("`make ")}
+    assert named
+    for page, words in named.items():
+        assert {word for word in words if "=" not in word} <= targets, page
 
 
 def test_recipes_named_in_the_docs_exist() -> None:
     from recipes.registry import recipes
 
     for page in PAGES:
-        for name in re.findall(r"\bqwen25_(?:tiny|500m)\w*", page.read_text()):
-            assert name in recipes(), f"{page.name}: {name}"
+        for one in re.findall(r"\bqwen25_(?:tiny|500m)\w*", page.read_text()):
+            assert one in recipes(), f"{name(page)}: {one}"
 
 
-def test_links_in_the_docs_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_every_recipe_is_in_the_table_of_the_start_page() -> None:
+    from recipes.registry import recipes
+
+    for page in ("docs/start.md", "README.md"):
+        table = "".join(line for line in (ROOT / page).read_text().splitlines() if line.startswith("|"))
+        missing = [one for one in recipes() if f"`{one}`" not in table and f"`_{one.split('_')[-1]}`" not in table]
+        assert not missing, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
+        if "://" in target:
+            continue
+        other = page.parent / target if target else page
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other), f"{target}#{anchor}"
+
+
+def test_pages_named_in_the_code_exist() -> None:
+    """Errors and comments send people to docs/; a page that is renamed takes them along."""
+    found = subprocess.run(
+        ["git", "grep", "-noE", r"docs/[A-Za-z0-9_/-]+(\.[a-z]+)?"], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = [line.split(":", 2) for line in found.stdout.splitlines()]
+    assert lines
+    for file, number, path in lines:
+        if not file.startswith("tests/docs"):
+            assert (ROOT / path).exists(), f"{file}:{number}: {path}"
+
+
+def test_every_page_is_listed() -> None:
+    for index, pages in (("docs/README.md", GUIDES), ("docs/measurements/README.md", MEASUREMENTS)):
+        listed = (ROOT / index).read_text()
+        assert not [name(page) for page in pages if f"({page.name})" not in listed]
+
+
+@pytest.mark.parametrize("page", MEASUREMENTS, ids=name)
+def test_a_measurement_says_how_it_was_made(page: Path) -> None:
+    for row in ("date", "hardware", "command"):
+        assert re.search(rf"^\| {row}s? \| .+ \|$|^    (python|torchrun) ", page.read_text(), flags=re.M), row
+    assert re.search(r"^\| date \| \d{4}-\d{2}-\d{2}", page.read_text(), flags=re.M)
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDES if page != GLOSSARY], ids=name)
+def test_glossary_is_linked(page: Path) -> None:
+    """A term that only this field has is linked to the glossary on every guide that uses it."""
+    used = [term for term in TERMS if re.search(rf"\b{term}s?\b", prose(page))]
+    missing = [term for term in used if f"glossary.md#{term.lower()})" not in page.read_text()]
+    assert not missing
+
+
+def test_own_recipe_of_the_page_is_found(tmp_path: Path) -> None:
+    """docs/my-own-recipe.md, followed: its first block in a file, named as the page names it."""
+    from recipes import registry
+
+    text = (ROOT / "docs/my-own-recipe.md").read_text()
+    block = re.search(r"^```python\n(.*?)^```$", text, flags=re.S | re.M)
+    named = re.search(r"--recipe (\S+\.py):(\S+) --dryrun", text)
+    assert block and named
+    (tmp_path / named[1]).write_text(block[1])
+    found = registry.resolve(f"{tmp_path / named[1]}:{named[2]}")
+    assert (found.plan.max_steps, found.plan.max_lr, found.plan.decay_end) == (1000, 1e-4, 1000)
+    assert found.plan.replay_share == 0.25 and found.summary.startswith("Qwen2.5-0.5B continued")
+
+
+def test_import_graph_of_the_contributors_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """The block runs, knows every folder, and what it prints has one direction."""
+    block = re.search(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.S | re.M)
+    assert block
+    exec(block[1], {})
+    rows = [line.split("->") for line in capsys.readouterr().out.splitlines()]
+    order = [one.strip() for one, _ in rows]
+    packages = {file.parent.name for file in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert set(order) == packages
+    for one, others in rows:
+        for other in filter(None, others.strip().split(", ")):
+            assert order.index(other) > order.index(one.strip())
