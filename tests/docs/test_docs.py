@@ -23,10 +23,13 @@ def test_command_parses(page: str, arguments: str) -> None:
 
     import launch
 
-    words = shlex.split(arguments)
-    if words[0].startswith("-") and words[0] != "--help":
-        words = ["train", *words]
     command: Any = typer.main.get_command(launch.app)
+    words = shlex.split(arguments)
+    context: Any = typer.Context(command)
+    if words[0] in [name for option in command.get_params(context) for name in option.opts]:
+        return  # an option of the entry itself, such as --help
+    if words[0].startswith("-"):
+        words = ["train", *words]
     context = command.make_context("launch.py", words)
     while hasattr(command, "resolve_command"):
         word, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
