@@ -1,19 +1,27 @@
-"""Console and file logging: our lines for people, everything for the file."""
+"""Logging: this project's lines and other libraries' errors on the console, every library's lines in the log files."""
 
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TextIO
 
-FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+CONSOLE_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+CONSOLE_TIME = "%m-%d %H:%M:%S"  # short: with it and the level, 77 of 100 columns are left for the message
+FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+# torch warns about the package name pynvml, and third-party sources have invalid escape sequences: each process that a
+# checkpoint save starts would print them again
+CHILD_PROCESSES_IGNORE = (FutureWarning, SyntaxWarning)
+_COLORS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31m"}
 log = logging.getLogger("launch")
 
 
-class _Console(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what standard error is at that moment: a live progress bar puts lines above itself."""
+class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to the current `sys.stderr`, which a live progress bar replaces to put lines above itself."""
 
     @property
     def stream(self) -> TextIO:
@@ -22,39 +30,70 @@ class _Console(logging.StreamHandler):  # type: ignore[type-arg]
     @stream.setter
     def stream(self, _: TextIO) -> None: ...
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The line; WARNING and ERROR in colour on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+        text = super().format(record)
+        if record.levelno not in _COLORS or os.environ.get("NO_COLOR") or not sys.stderr.isatty():
+            return text
+        return text.replace(record.levelname, f"{_COLORS[record.levelno]}{record.levelname}\x1b[0m", 1)
+
+
+class _UntilFile(logging.handlers.MemoryHandler):
+    """Keeps lines in memory until `log_to_file` names their file."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=sys.maxsize, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+
 
 def log_to_console(rank: int = 0, copy: Path | None = None) -> None:
-    """Our own log lines, and other libraries' errors, on standard error.
+    """Send this project's lines, and other libraries' errors, to standard error. Python's warnings become log lines.
 
     Args:
-        rank: of the ranks of a run only rank 0 speaks; the others are heard when they fail.
-        copy: a file that gets rank 0's lines too, for a launcher to show.
+        rank: rank of this process; ranks other than 0 log errors only.
+        copy: a file that also receives the console lines of rank 0, for a launcher on another machine to show.
     """
-    handlers: list[logging.Handler] = [_Console()]
+    handlers: list[logging.Handler] = [_ConsoleHandler()]
     if copy is not None and rank == 0:
         copy.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(copy))
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(FORMAT if rank == 0 else f"rank {rank}: {FORMAT}"))
+        handler.setFormatter(
+            logging.Formatter(CONSOLE_FORMAT if rank == 0 else f"rank {rank}: {CONSOLE_FORMAT}", CONSOLE_TIME)
+        )
         handler.addFilter(lambda r: r.levelno >= logging.ERROR or (rank == 0 and r.name.startswith("launch")))
     root = logging.getLogger()
-    root.handlers = handlers
+    root.handlers = [*handlers, _UntilFile()]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # torch warns about the package name pynvml in every process that a checkpoint save starts
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind.__name__}" for kind in CHILD_PROCESSES_IGNORE))
+    for kind in CHILD_PROCESSES_IGNORE:  # this process may be such a child: its warnings go to the log file
+        warnings.simplefilter("default", kind)
 
 
 def log_to_file(folder: Path, rank: int = 0) -> None:
-    """Every library's lines from now on in folder/rank-R.log."""
+    """Write every library's lines to folder/rank-R.log, also those logged since `log_to_console`."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank-{rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
+    file = logging.FileHandler(folder / f"rank-{rank}.log")
+    file.setFormatter(logging.Formatter(FILE_FORMAT))
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _UntilFile)]:
+        handler.setTarget(file)
+        handler.flush()
+        root.removeHandler(handler)
+    root.addHandler(file)
 
 
-def quiet_nemo() -> None:
-    """NeMo's own console lines go to its file in the log folder only (it adds that file when a run starts)."""
+def load_nemo() -> None:
+    """Import NeMo, say what the wait is for, and keep NeMo's lines off the console.
+
+    NeMo's logger prints to the console as soon as it exists, and shows Python's warnings as `[NeMo W ...]`. So its
+    console handlers go before the rest of NeMo is imported. Its lines go to its own file in the run's log folder (it
+    adds that file when a run starts), and warnings to this project's log files.
+    """
+    if "nemo.collections.llm" not in sys.modules:
+        log.info("loading NeMo (about 20 s)")
     from nemo.utils import logging as nemo_logging
 
     nemo_logging.remove_stream_handlers()
+    nemo_logging.captureWarnings(False)
+    import nemo.collections.llm  # noqa: F401

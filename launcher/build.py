@@ -43,11 +43,11 @@ def build(resolved: Resolved, folder: RunDir, *, adapt_to_machine: bool) -> Buil
     Raises:
         UserError: an override that the recipe does not take.
     """
-    plan, recipe = resolved.plan, resolved.recipe
-    partial = recipe.build(plan)
+    logs.load_nemo()
     from recipes.build import adapt, collectives
 
-    logs.quiet_nemo()
+    plan, recipe = resolved.plan, resolved.recipe
+    partial = recipe.build(plan)
     lines = [f"this machine: {line}" for line in (adapt.adapt(partial) if adapt_to_machine else [])]
     lines += [f"environment: {line}" for line in collectives.adapt(partial, plan)]
     lines += [f"override {line}" for line in apply_to_recipe(partial, resolved.overrides, recipe.plan)]

@@ -39,7 +39,7 @@ def _values(name: str, plan: Plan | None = None, **environ: str) -> dict[str, tu
 def test_later_layers_win_and_the_user_last() -> None:
     assert _values("dual")[TIMEOUT_KEY] == ("600", "base")
     assert _values("dual+prod")[TIMEOUT_KEY] == ("1800", "prod") == _values("prod+dual")[TIMEOUT_KEY]
-    assert _values("dual+prod", **{TIMEOUT_KEY: "77"})[TIMEOUT_KEY] == ("77", "user")
+    assert _values("dual+prod", None, **{TIMEOUT_KEY: "77"})[TIMEOUT_KEY] == ("77", "user")
 
 
 def test_a_set_does_not_hide_gpus_that_the_run_needs(tmp_path: Path) -> None:
