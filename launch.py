@@ -12,6 +12,8 @@ try:
 except ModuleNotFoundError:
     sys.exit(f"error: {sys.executable} has no package typer. Run `make setup`, then use .venv/bin/python launch.py")
 
+from common.command_line import options_from
+from data.prepare.request import PrepareRequest
 from launcher.command_help import GroupedHelp
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -115,52 +117,13 @@ def recipes() -> None:
 
 
 @data.command()
-def prepare(
-    inputs: Annotated[list[str], typer.Argument(help="Files, globs or folders: txt, jsonl, parquet, csv; .gz, .zst.")],
-    output: Annotated[Path, typer.Option(help="Folder to write.")],
-    tokenizer: Annotated[str, typer.Option(help="A local folder or a hub id; fast tokenizers only.")],
-    field: Annotated[str, typer.Option(help="The text field of jsonl, parquet and csv.")] = "text",
-    split: Annotated[str, typer.Option(help="Shares of train,validation,test.")] = "98,1,1",
-    seed: Annotated[int, typer.Option(help="Another seed chooses other validation and test documents.")] = 1234,
-    dedup: Annotated[bool, typer.Option("--dedup", help="Drop documents with the same text.")] = False,
-    workers: Annotated[Optional[int], typer.Option(help="Processes; default: the cores.")] = None,
-    on_error: Annotated[str, typer.Option(help="Unusable records: stop, or skip and count.")] = "stop",
-    txt_unit: Annotated[str, typer.Option(help="One document of a .txt is a file, line or paragraph.")] = "file",
-    special_text: Annotated[str, typer.Option(help="'<|endoftext|>' inside a text: plain or control.")] = "plain",
-    encoder: Annotated[str, typer.Option(help="auto (gigatoken where it agrees with HF) or hf.")] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in the output folder.")] = False,
-) -> None:
+@options_from(PrepareRequest, arguments=("inputs",))
+def prepare(request: PrepareRequest) -> None:
     """Tokenise text into a corpus: train, validation and test .bin/.idx."""
     from data.prepare.prepare import prepare_corpus
-    from data.prepare.request import PrepareRequest
 
-    prepare_corpus(
-        PrepareRequest(
-            inputs=inputs,
-            output=output,
-            tokenizer=tokenizer,
-            field=field,
-            split=_shares(split),
-            seed=seed,
-            dedup=dedup,
-            workers=workers,
-            on_error=on_error,
-            txt_unit=txt_unit,
-            special_text=special_text,
-            encoder=encoder,
-            overwrite=overwrite,
-        )
-    )
-
-
-def _shares(text: str) -> tuple[float, float, float]:
-    from common.errors import UserError
-
-    try:
-        train, validation, test = (float(word) for word in text.split(","))
-    except ValueError:
-        raise UserError("--split: cannot read it", expected="98,1,1", found=repr(text), do="--split 98,1,1") from None
-    return train, validation, test
+    _console()
+    prepare_corpus(request)
 
 
 @data.command()
@@ -176,6 +139,7 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
     """Build the sample corpora (prose and code) from Python's own texts."""
     from data.sample import build_sample
 
+    _console()
     build_sample(output)
 
 

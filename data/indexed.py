@@ -1,9 +1,9 @@
-"""Facts about a Megatron .bin/.idx pair, read with the standard library alone.
+"""Facts about a Megatron .bin/.idx pair, read with the standard library only.
 
 Layout of an .idx file, little endian: 9 bytes magic, u64 version, u8 dtype code, u64 sequences, u64 entries
 of the document table, then int32 lengths[sequences], int64 byte offsets[sequences], int64
-documents[entries]. The reader looks at the header, the last length and the last offset only: its time does
-not grow with the corpus.
+documents[entries]. `read_index` reads only the header, the last length and the last offset, so that its time does not
+grow with the corpus.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ from common.errors import PreflightError, ProjectError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
-DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
+DTYPE_CODES = {name: code for code, name in DTYPES.items()}
+ITEM_SIZES = {
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+}  # bytes
 
 
 @dataclass(frozen=True)
 class IndexFacts:
-    """What the index says, beside what lies on the disk.
+    """What the index says, and what is on the disk.
 
     Args:
-        dtype_code: Megatron's code of the id type (4 int32, 8 uint16).
+        dtype: type of the ids, as numpy names it.
         itemsize: bytes of one id.
         num_sequences: sequences in the .bin.
         num_documents: documents; equal to num_sequences in a corpus made by `data prepare`.
@@ -36,7 +46,7 @@ class IndexFacts:
         bin_bytes_found: size of the .bin on the disk; -1 when there is none.
     """
 
-    dtype_code: int
+    dtype: str
     itemsize: int
     num_sequences: int
     num_documents: int
@@ -56,13 +66,13 @@ def read_index(prefix: str | Path) -> IndexFacts:
         with idx.open("rb") as file:
             return _read(file, idx, Path(f"{prefix}.bin"))
     except FileNotFoundError:
-        raise _finding(f"{idx} is missing", "an index beside the .bin", "no such file", idx) from None
+        raise _damage_error(f"{idx} is missing", "an index beside the .bin", "no such file", idx) from None
     except OSError as error:
-        raise _finding(f"{idx} cannot be read", "a readable index", str(error), idx) from None
+        raise _damage_error(f"{idx} cannot be read", "a readable index", str(error), idx) from None
 
 
 def check_prefix(prefix: str | Path) -> list[ProjectError]:
-    """Look for every fault of a .bin/.idx pair that can be seen without reading the data.
+    """Check a .bin/.idx pair for everything that can be seen without reading the data.
 
     Returns:
         Findings, none when the pair is fine: an extension in the path, a missing file, a wrong or cut
@@ -72,7 +82,7 @@ def check_prefix(prefix: str | Path) -> list[ProjectError]:
     if text.endswith((".bin", ".idx")):
         return [
             PreflightError(
-                f"{text}: a prefix is wanted, without extension",
+                f"{text}: expected a prefix without extension",
                 expected="the path of the pair without .bin or .idx",
                 found=text,
                 do=f"write {text[:-4]}",
@@ -81,7 +91,7 @@ def check_prefix(prefix: str | Path) -> list[ProjectError]:
     findings: list[ProjectError] = []
     bin_path = Path(f"{text}.bin")
     if not bin_path.is_file():
-        findings.append(_finding(f"{bin_path} is missing", "token ids beside the .idx", "no such file", bin_path))
+        findings.append(_damage_error(f"{bin_path} is missing", "token ids beside the .idx", "no such file", bin_path))
     try:
         facts = read_index(prefix)
     except ProjectError as error:
@@ -91,44 +101,45 @@ def check_prefix(prefix: str | Path) -> list[ProjectError]:
 
 def _check_facts(facts: IndexFacts, bin_path: Path) -> list[ProjectError]:
     if facts.num_documents < 1 or facts.num_sequences < 1 or facts.num_tokens < 1:
-        return [_finding(f"{bin_path} holds no documents", "at least one document", "0 documents", bin_path)]
+        return [_damage_error(f"{bin_path} holds no documents", "at least one document", "0 documents", bin_path)]
     if facts.bin_bytes_found in (-1, facts.bin_bytes_expected):
         return []
-    short = facts.bin_bytes_found < facts.bin_bytes_expected
-    what = "is cut short" if short else "is longer than its index says: the .idx belongs to another file"
+    is_short = facts.bin_bytes_found < facts.bin_bytes_expected
+    what = "is cut short" if is_short else "is longer than its index says: the .idx belongs to another file"
     expected, found = f"{facts.bin_bytes_expected} bytes", f"{facts.bin_bytes_found} bytes"
-    return [_finding(f"{bin_path} {what}", expected, found, bin_path)]
+    return [_damage_error(f"{bin_path} {what}", expected, found, bin_path)]
 
 
 def _read(file: BinaryIO, idx: Path, bin_path: Path) -> IndexFacts:
     size = os.fstat(file.fileno()).st_size
     header = file.read(HEADER.size)
     if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
-        raise _finding(f"{idx} is not an index", f"first bytes {MAGIC!r}", repr(header[:9]), idx)
+        raise _damage_error(f"{idx} is not an index", f"first bytes {MAGIC!r}", repr(header[:9]), idx)
     if len(header) < HEADER.size:
-        raise _cut(idx, HEADER.size, size)
+        raise _size_error(idx, HEADER.size, size)
     _, version, code, sequences, entries = HEADER.unpack(header)
-    if version != 1 or code not in ITEM_SIZES:
+    if version != 1 or code not in DTYPES:
         found = f"version {version}, dtype code {code}"
-        raise _finding(f"{idx} is not an index", "version 1 and a known dtype code", found, idx)
+        raise _damage_error(f"{idx} is not an index", "version 1 and a known dtype code", found, idx)
     wanted = HEADER.size + 12 * sequences + 8 * entries
-    # a multimodal index adds one byte a sequence
+    # a multimodal index adds one byte per sequence
     if size not in (wanted, wanted + sequences):
-        raise _cut(idx, wanted, size)
-    tokens_bytes = _last_end(file, sequences, ITEM_SIZES[code])
+        raise _size_error(idx, wanted, size)
+    dtype, itemsize = DTYPES[code], ITEM_SIZES[DTYPES[code]]
+    tokens_bytes = _read_end(file, sequences, itemsize)
     return IndexFacts(
-        dtype_code=code,
-        itemsize=ITEM_SIZES[code],
+        dtype=dtype,
+        itemsize=itemsize,
         num_sequences=sequences,
         num_documents=max(entries - 1, 0),
-        num_tokens=tokens_bytes // ITEM_SIZES[code],
+        num_tokens=tokens_bytes // itemsize,
         bin_bytes_expected=tokens_bytes,
         bin_bytes_found=bin_path.stat().st_size if bin_path.is_file() else -1,
     )
 
 
-def _last_end(file: BinaryIO, sequences: int, itemsize: int) -> int:
-    """Bytes of the .bin: where the last sequence ends."""
+def _read_end(file: BinaryIO, sequences: int, itemsize: int) -> int:
+    """Where the last sequence ends in the .bin, in bytes."""
     if not sequences:
         return 0
     file.seek(HEADER.size + 4 * (sequences - 1))
@@ -138,12 +149,12 @@ def _last_end(file: BinaryIO, sequences: int, itemsize: int) -> int:
     return int(offset + length * itemsize)
 
 
-def _cut(idx: Path, wanted: int, size: int) -> PreflightError:
+def _size_error(idx: Path, wanted: int, size: int) -> PreflightError:
     what = "is cut short" if size < wanted else "is longer than its header says"
-    return _finding(f"{idx} {what}", f"{wanted} bytes by its header", f"{size} bytes", idx)
+    return _damage_error(f"{idx} {what}", f"{wanted} bytes by its header", f"{size} bytes", idx)
 
 
-def _finding(what: str, expected: str, found: str, path: Path) -> PreflightError:
+def _damage_error(what: str, expected: str, found: str, path: Path) -> PreflightError:
     prepare = f"python launch.py data prepare INPUT --output {path.parent} --tokenizer NAME"
-    do = f"check the path, copy the pair again, or prepare it: {prepare}"
+    do = f"check the path, copy both files again, or prepare the corpus: {prepare}"
     return PreflightError(what, expected=expected, found=found, do=do)

@@ -1,6 +1,6 @@
-"""What a corpus holds, for people: counts, lengths, ids against the vocabulary, and text with its borders.
+"""Print what a corpus holds: counts, lengths, ids against the vocabulary, and decoded text with its borders.
 
-Works on a prepared folder, and on the bare prefix of any .bin/.idx pair, then with a tokenizer to decode.
+Works on a prepared folder, and on the prefix of any .bin/.idx pair, which then needs a tokenizer to be decoded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-NUMPY_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 SAMPLE_TOKENS = 160
-READ_IDS = 1 << 24
+BLOCK_TOKENS = 1 << 24  # read at once
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A .bin/.idx pair, mapped: ids: dtype[num_tokens], lengths: int32[num_sequences], in tokens."""
+    """A memory-mapped .bin/.idx pair: ids: dtype[num_tokens], lengths: int32[num_sequences], in tokens."""
 
     name: str
     ids: npt.NDArray[np.integer[Any]]
@@ -33,15 +32,15 @@ class Pair:
 
 
 def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
-    """Print what a prepared folder, or the pair behind a prefix, holds.
+    """Print what a prepared folder, or the .bin/.idx pair of a prefix, holds.
 
     Args:
         dir_or_prefix: a prepared folder, or a path without .bin and .idx.
         samples: documents to decode from each split.
-        tokenizer: folder or hub id; by default the one that lies beside the files.
+        tokenizer: folder or hub id; default: the folder `tokenizer` beside the files.
 
     Raises:
-        UserError: neither a prepared folder nor a pair.
+        UserError: neither a prepared folder nor a .bin/.idx pair.
         PreflightError: the pair is damaged.
     """
     from rich.console import Console
@@ -50,7 +49,7 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
     path = Path(dir_or_prefix)
     manifest = load_manifest(path) if path.is_dir() else None
     if manifest is None and not Path(f"{path}.idx").exists() and not Path(f"{path}.bin").exists():
-        check_known_extension(path)
+        raise_for_extension(path)
         raise UserError(
             f"{path} is no corpus",
             expected=f"a folder with {FILE_NAME}, or a prefix with {path.name}.bin and {path.name}.idx",
@@ -58,44 +57,44 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
             do="check the path",
         )
     pairs = [open_pair(path / name) for name in SPLITS] if manifest else [open_pair(path)]
-    beside = (path if manifest else path.parent) / "tokenizer"
-    name = tokenizer or (str(beside) if beside.is_dir() else None)
+    default = (path if manifest else path.parent) / "tokenizer"
+    name = tokenizer or (str(default) if default.is_dir() else None)
     decoder = load_tokenizer(name) if name else None
     if manifest:
         console.print(_facts_table(manifest))
     console.print(_lengths_table(pairs, vocab_size(decoder) if decoder else None))
     if decoder is None:
-        console.print("no tokenizer named: nothing is decoded")
+        console.print("no tokenizer found beside the files: nothing is decoded")
         return
     for pair in pairs:
         _print_samples(console, pair, decoder, samples)
 
 
-def check_known_extension(path: Path) -> None:
-    """Raise the finding for a path that ends in .bin or .idx."""
+def raise_for_extension(path: Path) -> None:
+    """Raise a PreflightError for a path that ends in .bin or .idx."""
     if path.suffix in (".bin", ".idx"):
         raise check_prefix(path)[0]
 
 
 def open_pair(prefix: Path) -> Pair:
-    """Map a pair after all its checks.
+    """Memory-map a .bin/.idx pair after all its checks.
 
     Raises:
-        PreflightError: the first thing that is wrong with it.
+        PreflightError: the first finding of the checks.
     """
     import numpy as np
 
     for finding in check_prefix(prefix):
         raise finding
     facts = read_index(prefix)
-    ids = np.memmap(f"{prefix}.bin", dtype=NUMPY_TYPES[facts.dtype_code], mode="r")
+    ids = np.memmap(f"{prefix}.bin", dtype=facts.dtype, mode="r")
     lengths = np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=HEADER.size, shape=(facts.num_sequences,))
     return Pair(prefix.name, ids, lengths)
 
 
 def id_range(ids: Any) -> tuple[int, int]:
     """Lowest and highest id, read in blocks."""
-    blocks = [ids[start : start + READ_IDS] for start in range(0, len(ids), READ_IDS)]
+    blocks = [ids[start : start + BLOCK_TOKENS] for start in range(0, len(ids), BLOCK_TOKENS)]
     return min(int(block.min()) for block in blocks), max(int(block.max()) for block in blocks)
 
 
@@ -135,19 +134,19 @@ def _lengths_table(pairs: list[Pair], size: int | None) -> Any:
     for pair in pairs:
         table.add_column(pair.name, justify="right")
         low, high = id_range(pair.ids)
-        middle, late = np.percentile(pair.lengths, [50, 99])
+        median, p99 = np.percentile(pair.lengths, [50, 99])
         numbers = {"documents": len(pair.lengths), "tokens": len(pair.ids), "shortest": pair.lengths.min()}
-        numbers |= {"median": middle, "mean": pair.lengths.mean(), "p99": late, "longest": pair.lengths.max()}
-        verdict = "not known" if size is None else f"{size:,} ok" if high < size else f"{size:,} EXCEEDED"
+        numbers |= {"median": median, "mean": pair.lengths.mean(), "p99": p99, "longest": pair.lengths.max()}
+        vocabulary = "unknown" if size is None else f"{size:,} ok" if high < size else f"{size:,} EXCEEDED"
         cells.append({name: f"{float(number):,.0f}" for name, number in numbers.items()})
-        cells[-1] |= {"ids": f"{low}..{high}", "vocabulary": verdict}
+        cells[-1] |= {"ids": f"{low}..{high}", "vocabulary": vocabulary}
     for name in cells[0]:
         table.add_row(name, *(column[name] for column in cells))
     return table
 
 
 def _print_samples(console: Any, pair: Pair, tokenizer: Any, samples: int) -> None:
-    """Some documents, evenly spaced: their first tokens, and each end of document shown."""
+    """Print some documents, evenly spaced: their first and last tokens, and how each document ends."""
     import numpy as np
     from rich.panel import Panel
     from rich.text import Text
@@ -160,6 +159,6 @@ def _print_samples(console: Any, pair: Pair, tokenizer: Any, samples: int) -> No
         if len(ids) > SAMPLE_TOKENS:
             body.append(f"\n[... {len(ids) - SAMPLE_TOKENS:,} more tokens ...]\n", style="dim")
             body.append(tokenizer.decode(ids[-min(12, len(ids) - SAMPLE_TOKENS) :]))
-        closed = ids[-1] == eod_id(tokenizer)
-        border = f"ends with id {ids[-1]}" + ("" if closed else ", which is NOT the end-of-document token")
+        ends = ids[-1] == eod_id(tokenizer)
+        border = f"ends with id {ids[-1]}" + ("" if ends else ", which is NOT the end-of-document token")
         console.print(Panel(body, title=f"{pair.name} document {number} ({len(ids):,} tokens)", subtitle=border))

@@ -1,7 +1,7 @@
 """The manifest of a prepared corpus: what it was made of, with which tokenizer, and how much it holds.
 
-`DIR/manifest.json` is the last file that `data prepare` puts into DIR: where it is, the corpus is whole.
-Standard library only, so that checks before a run cost nothing.
+`DIR/manifest.json` is the last file that `data prepare` puts into DIR: where it exists, the corpus is complete.
+Imports the standard library only, so that checks before a run cost nothing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class SplitFacts:
 
     Args:
         documents: documents kept.
-        tokens: ids in the .bin, the EOD after each document included.
-        text_bytes: UTF-8 bytes of the kept text, EOD not counted (the denominator of bits per byte).
+        tokens: ids in the .bin, including the end-of-document id after each document.
+        text_bytes: UTF-8 bytes of the kept text, without end-of-document tokens (the denominator of bits per byte).
         duplicates_dropped: documents left out because an earlier one has the same text.
         bin_sha256: SHA-256 of the .bin file.
         idx_sha256: SHA-256 of the .idx file.
@@ -52,15 +52,15 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class TokenizerFacts:
-    """The tokenizer behind the ids; its files lie in DIR/tokenizer.
+    """The tokenizer that produced the ids; its files are in DIR/tokenizer.
 
     Args:
-        source: the folder or hub id the user named.
-        fingerprint: `data.tokenizer.fingerprint` of it.
+        source: the folder or hub id that the user gave.
+        fingerprint: as `data.tokenizer.fingerprint` computes it.
         vocab_size: `len(tokenizer)`; every id is below it.
         eod_id: id appended to each document.
         eod_token: its text.
-        pad_id: the tokenizer's padding id, if it has one.
+        pad_id: the tokenizer's padding id, None if it has none.
     """
 
     source: str
@@ -73,14 +73,14 @@ class TokenizerFacts:
 
 @dataclass(frozen=True)
 class EncodingFacts:
-    """Which library produced the ids, and how far the oracle checked it.
+    """Which library produced the ids, and how far they were checked against the HF tokenizer.
 
     Args:
-        path: "gigatoken", "hf", or "mixed" (gigatoken, but some batches differed and were redone with hf).
+        path: "gigatoken", "hf", or "mixed" (gigatoken, but some batches differed and were encoded again by hf).
         documents_checked: documents whose gigatoken ids were compared with the HF tokenizer's.
-        documents_by_hf: single documents encoded with hf for characters that Unicode versions differ on.
+        documents_by_hf: single documents encoded by hf because of characters that Unicode versions differ on.
         batches: batches encoded in all.
-        batches_redone: batches whose sample differed and which the HF tokenizer encoded instead.
+        batches_redone: batches whose sample differed and which the HF tokenizer encoded again.
     """
 
     path: str
@@ -92,12 +92,12 @@ class EncodingFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything known about a prepared corpus.
+    """All facts about a prepared corpus.
 
     Args:
         name: name of the corpus (its folder).
-        created_by: library versions, by name.
-        settings: what the user asked for, as `PrepareRequest.settings()` gives it (field, dedup, ...).
+        created_by: versions of the libraries that took part, by name.
+        settings: the options that decide the corpus, as `PrepareRequest.settings()` gives them.
         seed: seed of the split hash.
         shares: share of each split, by name, summing to 1.
         text_field: JSON field or column that holds the text.
@@ -127,7 +127,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def save(self, folder: Path) -> None:
-        """Write `folder/manifest.json` in one step: a reader sees all of it or nothing."""
+        """Write `folder/manifest.json` in one step, so that a reader never sees half of it."""
         target = folder / FILE_NAME
         part = target.with_suffix(".json.tmp")
         with part.open("w", encoding="utf-8") as file:
@@ -136,11 +136,6 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         part.replace(target)
-
-    @staticmethod
-    def load(folder: Path) -> Manifest:
-        """Same as `load_manifest`."""
-        return load_manifest(folder)
 
 
 def load_manifest(folder: Path) -> Manifest:
@@ -153,16 +148,16 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise _not_a_corpus(path) from None
+        raise _not_a_corpus_error(path) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise _unreadable(path, str(error)) from None
+        raise _unreadable_error(path, str(error)) from None
     if not isinstance(raw, dict) or raw.get("format_version") != FORMAT_VERSION:
         version = raw.get("format_version") if isinstance(raw, dict) else type(raw).__name__
-        raise _unreadable(path, f"format version {version}")
+        raise _unreadable_error(path, f"format version {version}")
     try:
         return _parse(raw)
     except (KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, f"a field is missing or unknown: {error}") from None
+        raise _unreadable_error(path, f"a field is missing or unknown: {error}") from None
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
@@ -175,7 +170,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     return Manifest(**{**raw, **nested})
 
 
-def _not_a_corpus(path: Path) -> UserError:
+def _not_a_corpus_error(path: Path) -> UserError:
     folder = path.parent
     if (folder / ".partial").is_dir():
         found = "an interrupted preparation (.partial), no manifest.json"
@@ -189,7 +184,7 @@ def _not_a_corpus(path: Path) -> UserError:
     return UserError(f"{folder} is not a prepared corpus", expected="a folder with manifest.json", found=found, do=do)
 
 
-def _unreadable(path: Path, found: str) -> UserError:
+def _unreadable_error(path: Path, found: str) -> UserError:
     return UserError(
         f"{path} cannot be read",
         expected=f"a manifest of format version {FORMAT_VERSION}",

@@ -1,14 +1,14 @@
-"""The sample corpus: two domains, prose and code, from the texts that every Python brings along.
+"""The sample corpus: two domains, prose and code, made of texts that come with every Python.
 
-Prose is the language reference (`pydoc_data.topics`) and the docstrings of the standard library, code its
-sources. Nothing is imported from it but read as text, nothing is downloaded. The same Python version gives
-the same corpus.
+Prose is the language reference (`pydoc_data.topics`) and the docstrings of the standard library, code is its sources.
+The sources are read as text and not imported, and nothing is downloaded. The same Python version gives the same corpus.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 import sys
 import sysconfig
@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from data.console import tell
 from data.manifest import FILE_NAME, Manifest, load_manifest
 from data.prepare.prepare import prepare_corpus
 from data.prepare.request import PrepareRequest
+from data.tokenizer import END_OF_DOCUMENT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+log = logging.getLogger("launch")
 DOMAINS = ("prose", "code")
-CAP_CHARACTERS = {"prose": 6_000_000, "code": 6_000_000}
-TRAINING_CHARACTERS = 3_000_000
-SHORTEST_DOCSTRING = 200
+MAX_CHARACTERS = {"prose": 6_000_000, "code": 6_000_000}
+TOKENIZER_TRAINING_CHARACTERS = 3_000_000  # of each domain
+MIN_DOCUMENT_CHARACTERS = 200
 DOCUMENT_CHARACTERS = 4000
 SKIPPED_FOLDERS = {
     "test",
@@ -40,8 +41,7 @@ SKIPPED_FOLDERS = {
     "lib2to3",
     "encodings",
 }
-END_OF_DOCUMENT = "<|endoftext|>"
-# Qwen2's splitting: contractions, words with one mark before them, single digits, punctuation, white space
+# as in Qwen2's tokenizer: contractions, words with one mark before them, single digits, punctuation, white space
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,24 +51,24 @@ SPLIT_PATTERN = (
 def build_sample(output: Path, vocab_size: int = 4096, seed: int = 1234) -> None:
     """Write `output/prose` and `output/code` (prepared corpora), `output/tokenizer`, and `output/raw/*.jsonl`.
 
-    Does nothing when all of it is there already for this vocabulary size and seed.
+    Does nothing if they exist already for this vocabulary size and seed.
 
     Raises:
         UserError: the standard library's sources are not installed, or the folder cannot be written.
     """
     output = Path(output)
-    if _is_whole(output, vocab_size, seed):
-        tell(f"{output}: the sample corpus is already there")
+    if _is_complete(output, vocab_size, seed):
+        log.info("%s: the sample corpus exists already", output)
         return
-    documents = {"prose": list(_prose()), "code": list(_code())}
+    documents = {"prose": list(collect_prose()), "code": list(collect_code())}
     (output / "raw").mkdir(parents=True, exist_ok=True)
     for domain, texts in documents.items():
         if not texts:
-            raise _no_sources()
+            raise _no_sources_error()
         _write_jsonl(output / "raw" / f"{domain}.jsonl", domain, texts)
     train_tokenizer(documents, vocab_size).save_pretrained(str(output / "tokenizer"))
     for domain in DOMAINS:
-        _prepare(output, domain, seed)
+        _prepare_domain(output, domain, seed)
 
 
 def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
@@ -87,7 +87,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
     )
     model = byte_level_bpe()
     model.train_from_iterator(_training_texts(documents), trainer)
-    # as in Qwen2, the control token comes after the vocabulary of the merges
+    # as in Qwen2, the control token follows the vocabulary of the merges
     model.add_special_tokens([END_OF_DOCUMENT])
     wrap: Any = Qwen2TokenizerFast  # untyped upstream
     tokenizer = wrap(tokenizer_object=model, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT, unk_token=None)
@@ -117,14 +117,14 @@ def byte_level_bpe() -> Tokenizer:
     return tokenizer
 
 
-def _prepare(output: Path, domain: str, seed: int) -> Manifest:
-    tell(f"sample corpus, domain {domain}:")
+def _prepare_domain(output: Path, domain: str, seed: int) -> Manifest:
+    log.info("sample corpus, domain %s:", domain)
     return prepare_corpus(
         PrepareRequest(
             inputs=[str(output / "raw" / f"{domain}.jsonl")],
             output=output / domain,
             tokenizer=str(output / "tokenizer"),
-            split=(0.9, 0.05, 0.05),
+            split="90,5,5",
             seed=seed,
             dedup=True,
             overwrite=True,
@@ -132,31 +132,32 @@ def _prepare(output: Path, domain: str, seed: int) -> Manifest:
     )
 
 
-def _is_whole(output: Path, vocab_size: int, seed: int) -> bool:
+def _is_complete(output: Path, vocab_size: int, seed: int) -> bool:
     if not all((output / domain / FILE_NAME).exists() for domain in DOMAINS):
         return False
     try:
         made = [load_manifest(output / domain) for domain in DOMAINS]
-    except UserError:  # of an older format
+    except UserError:  # written in an older format
         return False
     wanted = (vocab_size, seed, made[0].tokenizer.fingerprint)
     return all((m.tokenizer.vocab_size, m.seed, m.tokenizer.fingerprint) == wanted for m in made)
 
 
-def _prose() -> Iterator[str]:
-    """The language reference by topic, then each module's docstrings in documents of a few screens."""
-    yield from (_plain(text) for _, text in sorted(_topics().items()))
-    left = CAP_CHARACTERS["prose"]
+def collect_prose() -> Iterator[str]:
+    """The language reference by topic, then the docstrings of each module in documents of a few screens."""
+    yield from (_remove_rules(text) for _, text in sorted(_read_topics().items()))
+    left = MAX_CHARACTERS["prose"]
     for path, source in _sources():
-        for document in _joined(_docstrings(path, source)):
+        for document in _join_docstrings(_docstrings(path, source)):
             left -= len(document)
             if left < 0:
                 return
             yield document
 
 
-def _code() -> Iterator[str]:
-    left = CAP_CHARACTERS["code"]
+def collect_code() -> Iterator[str]:
+    """The standard library's source files."""
+    left = MAX_CHARACTERS["code"]
     for _, source in _sources():
         left -= len(source)
         if left < 0:
@@ -164,7 +165,7 @@ def _code() -> Iterator[str]:
         yield source
 
 
-def _topics() -> dict[str, str]:
+def _read_topics() -> dict[str, str]:
     path = _library() / "pydoc_data" / "topics.py"
     if not path.is_file():
         return {}
@@ -200,8 +201,8 @@ def _docstrings(path: Path, source: str) -> Iterator[str]:
             yield f"{name}\n\n{text}"
 
 
-def _joined(docstrings: Iterator[str]) -> Iterator[str]:
-    """Docstrings put together until a document has some length; a module's short rest goes out too."""
+def _join_docstrings(docstrings: Iterator[str]) -> Iterator[str]:
+    """Join docstrings to documents of about `DOCUMENT_CHARACTERS`; a rest that is too short is left out."""
     part: list[str] = []
     for text in docstrings:
         part.append(text)
@@ -209,18 +210,18 @@ def _joined(docstrings: Iterator[str]) -> Iterator[str]:
             yield "\n\n".join(part)
             part = []
     rest = "\n\n".join(part)
-    if len(rest) >= SHORTEST_DOCSTRING:
+    if len(rest) >= MIN_DOCUMENT_CHARACTERS:
         yield rest
 
 
-def _plain(text: str) -> str:
-    """A topic without its rules of asterisks and equal signs."""
+def _remove_rules(text: str) -> str:
+    """Remove the lines of asterisks and equal signs under headings."""
     return re.sub(r"\n[*=~^-]{4,}\n", "\n", text).strip()
 
 
 def _training_texts(documents: dict[str, list[str]]) -> Iterator[str]:
     for texts in documents.values():
-        left = TRAINING_CHARACTERS
+        left = TOKENIZER_TRAINING_CHARACTERS
         for text in texts:
             left -= len(text)
             if left > 0:
@@ -239,10 +240,10 @@ def _library() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _no_sources() -> UserError:
+def _no_sources_error() -> UserError:
     return UserError(
-        "the sample corpus has no text to take",
+        "the sample corpus has no text to read",
         expected=f"the standard library's sources under {_library()}",
         found=f"none for Python {sys.version.split()[0]}",
-        do="use a Python with its sources, or prepare a corpus of your own with data prepare",
+        do="use a Python that has its sources, or prepare a corpus of your own with data prepare",
     )

@@ -1,7 +1,7 @@
-"""Loading a tokenizer, knowing it again, and finding the id that ends a document.
+"""Load a tokenizer, compute its fingerprint, and find the id that ends a document.
 
-The ids of a corpus mean nothing without their tokenizer: the fingerprint made here is written into the
-manifest and compared with the tokenizer that a model is given.
+The ids of a corpus mean nothing without their tokenizer: the fingerprint is written into the manifest and compared
+with that of the model's tokenizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from common.errors import UserError
 if TYPE_CHECKING:
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
 
-QWEN_EOD = "<|endoftext|>"
+END_OF_DOCUMENT = "<|endoftext|>"  # of Qwen's tokenizers
 
 
 def load_tokenizer(name_or_dir: str | Path) -> PreTrainedTokenizerFast:
@@ -27,13 +27,13 @@ def load_tokenizer(name_or_dir: str | Path) -> PreTrainedTokenizerFast:
     """
     name = str(name_or_dir)
     if not Path(name).is_dir() and _looks_like_path(name):
-        raise _unreachable(name, "no such folder")
+        raise _loading_error(name, "no such folder")
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
-    except Exception as error:  # the hub raises a dozen kinds, from OSError to huggingface_hub's own
-        raise _unreachable(name, _first_line(error)) from None
+    except Exception as error:  # the hub raises a dozen types, from OSError to huggingface_hub's own
+        raise _loading_error(name, _first_line(error)) from None
     if not tokenizer.is_fast:
         raise UserError(
             f"{name} has only a slow tokenizer ({type(tokenizer).__name__})",
@@ -41,14 +41,14 @@ def load_tokenizer(name_or_dir: str | Path) -> PreTrainedTokenizerFast:
             found="a pure Python tokenizer, hundreds of times slower",
             do="convert it once with transformers and save_pretrained(), or name another tokenizer",
         )
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """SHA-256 (hex) over what decides the ids: model, merges, added tokens, normaliser, splitting.
+    """SHA-256 (hex) of everything that decides the ids: model, merges, added tokens, normaliser, splitting.
 
-    Path, file layout, and the padding and truncation state of the object do not enter: two loads of one
-    tokenizer agree, and so does a saved copy.
+    Path, file layout, and the padding and truncation state of the object have no influence: two loads of one
+    tokenizer have the same fingerprint, and so has a saved copy.
     """
     behaviour = json.loads(backend_json(tokenizer))
     behaviour["padding"] = behaviour["truncation"] = None
@@ -62,17 +62,17 @@ def backend_json(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def eod_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id that ends a document: `<|endoftext|>` where the vocabulary has it (Qwen), else eos_token.
+    """The id that ends a document: `<|endoftext|>` if the vocabulary has it (Qwen), else eos_token.
 
     Raises:
-        UserError: the tokenizer has neither, or the id lies outside its vocabulary.
+        UserError: the tokenizer has neither, or its eos_token is not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab()
-    token = QWEN_EOD if QWEN_EOD in vocabulary else tokenizer.eos_token
+    token = END_OF_DOCUMENT if END_OF_DOCUMENT in vocabulary else tokenizer.eos_token
     if token is None or token not in vocabulary:
         raise UserError(
             f"{tokenizer.name_or_path} has no token that ends a document",
-            expected=f"{QWEN_EOD} in the vocabulary, or an eos_token",
+            expected=f"{END_OF_DOCUMENT} in the vocabulary, or an eos_token",
             found="neither" if token is None else f"eos_token {token!r}, which is not in the vocabulary",
             do="set eos_token in tokenizer_config.json",
         )
@@ -80,13 +80,13 @@ def eod_id(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """Texts of the tokens marked special, by id: control tokens that no document should produce by accident."""
+    """Texts of the tokens marked special, in the order of their ids: control tokens that no document should contain."""
     added = tokenizer.added_tokens_decoder
     return [added[number].content for number in sorted(added) if added[number].special]
 
 
 def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """One more than the highest id the tokenizer can give, and never less than `len(tokenizer)`."""
+    """One more than the highest id that the tokenizer can give, and at least `len(tokenizer)`."""
     highest: Any = max(tokenizer.get_vocab().values(), default=-1)
     return max(len(tokenizer), int(highest) + 1)
 
@@ -99,7 +99,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
 
 
-def _unreachable(name: str, found: str) -> UserError:
+def _loading_error(name: str, found: str) -> UserError:
     return UserError(
         f"tokenizer {name!r} cannot be loaded",
         expected="a local folder with tokenizer.json, or a hub id that this machine can reach or has cached",

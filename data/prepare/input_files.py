@@ -1,4 +1,4 @@
-"""The input files of a corpus, the ranges they are read in, and how to open them."""
+"""The input files of a corpus, the ranges in which they are read, and how to open them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from common.errors import UserError
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES = 1 << 20  # read at once from an input file
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Piece:
         source: the file.
         start: first byte or row group.
         end: one past the last; -1 means to the end of the file.
-        bytes: share of the source's size, for progress.
+        bytes: its part of the source's size, for the progress bar.
     """
 
     source: Source
@@ -62,7 +62,7 @@ def open_bytes(source: Source) -> BinaryIO:
     if source.compression == "zstd":
         import pyarrow
 
-        # pyarrow, not zstandard: the latter ends a cut file without an error
+        # pyarrow and not zstandard, which ends a file that is cut short without an error
         stream = pyarrow.input_stream(source.path, compression="zstd")
         return cast(BinaryIO, io.BufferedReader(stream, BUFFER_BYTES))
     return Path(source.path).open("rb", buffering=BUFFER_BYTES)
@@ -72,7 +72,7 @@ def open_parquet(path: str) -> ParquetFile:
     """Open a parquet file.
 
     Raises:
-        UserError: it is not one, or it is cut short.
+        UserError: it is not a parquet file, or it is cut short.
     """
     import pyarrow
     import pyarrow.parquet

@@ -1,7 +1,8 @@
-"""Piece files to the final .bin and .idx of a split, byte-identical to Megatron's IndexedDatasetBuilder.
+"""Shard files to the final .bin and .idx of a split, byte-identical to those of Megatron's IndexedDatasetBuilder.
 
-Pieces are appended in the order of the sources and deleted once they are safely in the .bin, so that the disk
-holds the corpus once. The record files stay: they say how much of the .bin is whole when a merge is continued.
+Shards are appended in the order of the sources, and their .bin files are deleted once their bytes are safely in the
+final .bin, so that the disk holds the corpus once. The .docs files stay: they say how much of the final .bin is
+complete when an interrupted merge continues.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.indexed import DTYPE_CODES, HEADER, MAGIC
 from data.manifest import SplitFacts
-from data.prepare.shard import DOC_RECORD, piece_path
+from data.prepare.shard import DOC_RECORD, shard_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
     Keep = list[npt.NDArray[np.bool_]]
 
-SYNC_BYTES = 1 << 28
+SYNC_BYTES = 1 << 28  # appended before the file is synced and the shards' files are deleted
 COPY_BYTES = 1 << 24
-DEDUP_RECORDS = 1 << 23
+DEDUP_RECORDS = 1 << 23  # hashes compared at once
 
 
 def merge_split(work: Path, out: Path, split: str, num_shards: int, dedup: bool, dtype: str) -> SplitFacts:
-    """Write `out/split.bin` and `out/split.idx` from the pieces of all shards.
+    """Write `out/split.bin` and `out/split.idx` from the files of all shards.
 
     Raises:
         OSError: the disk is full; the merge can be continued.
     """
     import numpy as np
 
-    docs = [_docs(work, index, split) for index in range(num_shards)]
+    docs = [_read_docs(work, index, split) for index in range(num_shards)]
     keep = first_occurrences(docs) if dedup else [np.ones(len(shard), dtype=bool) for shard in docs]
     lengths = [shard["tokens"][mask] for shard, mask in zip(docs, keep, strict=True)]
     itemsize = np.dtype(dtype).itemsize
@@ -53,9 +54,9 @@ def merge_split(work: Path, out: Path, split: str, num_shards: int, dedup: bool,
 
 
 def first_occurrences(docs: list[Any]) -> Keep:
-    """For each shard's records, which documents have no equal before them: record[n] -> bool[n].
+    """Mark, in each shard's records, the documents that no earlier document equals: record[n] -> bool[n].
 
-    Works through the hashes in passes of about `DEDUP_RECORDS` records, so memory does not grow with them.
+    Compares the hashes in passes of about `DEDUP_RECORDS` records, so that memory does not grow with their number.
     """
     import numpy as np
 
@@ -84,63 +85,63 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _docs(work: Path, index: int, split: str) -> Any:
+def _read_docs(work: Path, index: int, split: str) -> Any:
     import numpy as np
 
-    path = piece_path(work, index, split, "docs")
+    path = shard_path(work, index, split, "docs")
     if path.stat().st_size == 0:
         return np.empty(0, dtype=DOC_RECORD)
     return np.memmap(path, dtype=np.dtype(DOC_RECORD), mode="r")
 
 
 def _merge_bin(work: Path, target: Path, split: str, docs: list[Any], keep: Keep, itemsize: int) -> None:
-    """Append the pieces that are still there behind those that went in before."""
+    """Append the shards whose .bin files still exist after those that an interrupted merge has appended."""
     import numpy as np
 
     with target.open("r+b" if target.exists() else "w+b") as file:
         offset = pending = 0
         done: list[Path] = []
         for index, (shard, mask) in enumerate(zip(docs, keep, strict=True)):
-            piece = piece_path(work, index, split, "bin")
+            path = shard_path(work, index, split, "bin")
             size = int(shard["tokens"][mask].sum(dtype=np.int64)) * itemsize
-            if piece.exists():
+            if path.exists():
                 file.seek(offset)
-                _append(file, piece, shard["tokens"], mask, itemsize)
-                done.append(piece)
+                _append(file, path, shard["tokens"], mask, itemsize)
+                done.append(path)
                 pending += size
             elif target.stat().st_size < offset + size:
-                raise OSError(f"{piece} is gone and {target.name} does not hold it: start again with --overwrite")
+                raise OSError(f"{path} is missing and {target.name} does not contain it: start again with --overwrite")
             offset += size
             if pending >= SYNC_BYTES:
-                _settle(file, done)
+                _sync_and_delete(file, done)
                 pending = 0
         file.truncate(offset)
-        _settle(file, done)
+        _sync_and_delete(file, done)
 
 
-def _settle(file: BinaryIO, pieces: list[Path]) -> None:
-    """Make the appended bytes safe, only then delete the pieces they came from."""
+def _sync_and_delete(file: BinaryIO, appended: list[Path]) -> None:
+    """Sync the appended bytes to the disk, and only then delete the shard files that they came from."""
     file.flush()
     os.fsync(file.fileno())
-    for piece in pieces:
-        piece.unlink()
-    pieces.clear()
+    for path in appended:
+        path.unlink()
+    appended.clear()
 
 
-def _append(file: BinaryIO, piece: Path, tokens: Any, mask: Any, itemsize: int) -> None:
-    with piece.open("rb") as source:
-        for start, end in _runs(tokens, mask, itemsize):
+def _append(file: BinaryIO, path: Path, tokens: Any, mask: Any, itemsize: int) -> None:
+    with path.open("rb") as source:
+        for start, end in _kept_ranges(tokens, mask, itemsize):
             source.seek(start)
             while start < end:
                 block = source.read(min(COPY_BYTES, end - start))
                 if not block:
-                    raise OSError(f"{piece} is shorter than its record says")
+                    raise OSError(f"{path} is shorter than its .docs file says")
                 file.write(block)
                 start += len(block)
 
 
-def _runs(tokens: Any, mask: Any, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a piece that are kept, neighbours joined."""
+def _kept_ranges(tokens: Any, mask: Any, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a shard file that are kept, adjacent ones joined."""
     import numpy as np
 
     ends = np.cumsum(tokens, dtype=np.int64) * itemsize
@@ -150,7 +151,7 @@ def _runs(tokens: Any, mask: Any, itemsize: int) -> Iterator[tuple[int, int]]:
 
 
 def _write_idx(path: Path, lengths: list[Any], dtype: str) -> None:
-    """Write the index: header, lengths, byte offsets, document table (one document a sequence)."""
+    """Write the index: header, lengths, byte offsets, document table (one document per sequence)."""
     import numpy as np
 
     count = sum(map(len, lengths))

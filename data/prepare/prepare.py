@@ -1,13 +1,14 @@
 """Text files to a prepared corpus: train, validation and test .bin/.idx, the tokenizer, and a manifest.
 
-    inputs -> sources -> shards -> [workers] piece files -> merged splits -> published, manifest last
+    inputs -> sources -> shards -> [workers] shard files -> merged splits -> published, manifest last
 
-All work happens in OUTPUT/.partial. A run that was killed continues from the finished shards; what it gives is
-byte-identical to an uninterrupted run, whatever the number of workers.
+All work happens in OUTPUT/.partial. A run that was killed continues from the finished shards; its result is
+byte-identical to that of an uninterrupted run, whatever the number of workers.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from dataclasses import replace
@@ -15,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
-from data.console import progress, tell
 from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFacts, TokenizerFacts
 from data.prepare import publish
-from data.prepare.encode import EncoderSpec, why_not_gigatoken
+from data.prepare.encode import EncoderSpec, reason_against_gigatoken
 from data.prepare.input_files import Shard, Source
 from data.prepare.merge import merge_split
+from data.prepare.progress import show_progress
 from data.prepare.request import PrepareRequest
-from data.prepare.shard import ShardReport, ShardSpec, marker
+from data.prepare.shard import ShardReport, ShardSpec, report_path
 from data.prepare.sources import find_sources, plan_shards
 from data.prepare.workers import run_shards
 from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens, vocab_size
@@ -30,11 +31,12 @@ from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, sp
 if TYPE_CHECKING:
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
 
-UINT16_BELOW = 65500  # Megatron's own border
+UINT16_VOCAB_LIMIT = 65500  # Megatron stores ids of smaller vocabularies in 16 bits
+log = logging.getLogger("launch")
 
 
 def prepare_corpus(request: PrepareRequest) -> Manifest:
-    """Prepare a corpus, continue an interrupted preparation, or return the one that is already there.
+    """Prepare a corpus, continue an interrupted preparation, or return the manifest of the corpus that is there.
 
     Raises:
         UserError: anything about the inputs, the tokenizer, the output folder or the disk.
@@ -46,15 +48,15 @@ def prepare_corpus(request: PrepareRequest) -> Manifest:
     facts = tokenizer_facts(request.tokenizer, tokenizer)
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with publish.locked(output):
-            whole = publish.existing(output, request.settings(), sources, facts, request.overwrite)
-            return whole or _build(request, output, sources, tokenizer, facts)
+        with publish.lock_output(output):
+            present = publish.find_existing(output, request.settings(), sources, facts, request.overwrite)
+            return present or _build(request, output, sources, tokenizer, facts)
     except OSError as error:
-        raise publish.explain(error, output, sources) from error
+        raise publish.explain_os_error(error, output, sources) from error
 
 
 def tokenizer_facts(source: str, tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
-    """What the manifest says about a tokenizer."""
+    """What the manifest records about a tokenizer."""
     eod = eod_id(tokenizer)
     return TokenizerFacts(
         source=str(source),
@@ -73,31 +75,31 @@ def _build(
     tokenizer: PreTrainedTokenizerFast,
     facts: TokenizerFacts,
 ) -> Manifest:
-    partial = publish.open_partial(output, request.settings(), sources, facts, request.resume, request.overwrite)
+    partial = publish.open_partial(output, request.settings(), sources, facts, request.overwrite)
     if publish.is_built(partial):
         return publish.publish(partial, output)
-    spec = _shard_spec(request, partial / "shards", tokenizer, facts)
+    spec = _make_shard_spec(request, partial / "shards", tokenizer, facts)
     try:
         shards = plan_shards(sources, request.txt_unit, request.shard_bytes)
-        hashes = _run(request, output, sources, shards, spec)
+        hashes = _encode_shards(request, output, sources, shards, spec)
     except UserError:
-        publish.drop_if_useless(partial)
+        publish.remove_without_shards(partial)
         raise
-    reports = [ShardReport.load(marker(spec.work, index)) for index in range(len(shards))]
-    if problem := _count_problem(reports, request):
+    reports = [ShardReport.load(report_path(spec.work, index)) for index in range(len(shards))]
+    if problem := _find_empty_split(reports, request):
         shutil.rmtree(partial)
         raise problem
     splits = {
         name: merge_split(spec.work, partial / "out", name, len(shards), request.dedup, spec.dtype) for name in SPLITS
     }
     tokenizer.save_pretrained(partial / "out" / "tokenizer")
-    manifest = _manifest(request, output, sources, hashes, facts, spec, reports, splits)
+    manifest = _make_manifest(request, output, sources, hashes, facts, spec, reports, splits)
     manifest.save(partial / "out")
-    tell(_summary(manifest))
+    _log_summary(manifest)
     return publish.publish(partial, output)
 
 
-def _shard_spec(
+def _make_shard_spec(
     request: PrepareRequest, work: Path, tokenizer: PreTrainedTokenizerFast, facts: TokenizerFacts
 ) -> ShardSpec:
     encoder = EncoderSpec(
@@ -105,40 +107,40 @@ def _shard_spec(
         vocab_size=facts.vocab_size,
         special_tokens=tuple(special_tokens(tokenizer)),
         special_text=request.special_text,
-        fast="hf",
+        backend="hf",
     )
-    why_not = "asked for" if request.encoder == "hf" else why_not_gigatoken(encoder)
-    if why_not:
-        tell(f"encoding with the HF tokenizer, about 1/10 of the speed ({why_not})")
+    reason = "--encoder hf" if request.encoder == "hf" else reason_against_gigatoken(encoder)
+    if reason:
+        log.warning("encoding with the HF tokenizer, at about 1/10 of gigatoken's speed: %s", reason)
     return ShardSpec(
         work=work,
-        encoder=encoder if why_not else replace(encoder, fast="gigatoken"),
-        dtype="uint16" if facts.vocab_size < UINT16_BELOW else "int32",
+        encoder=encoder if reason else replace(encoder, backend="gigatoken"),
+        dtype="uint16" if facts.vocab_size < UINT16_VOCAB_LIMIT else "int32",
         eod_id=facts.eod_id,
         seed=request.seed,
-        shares=tuple(request.settings()["split"]),
+        shares=request.shares,
         field=request.field,
         txt_unit=request.txt_unit,
         on_error=request.on_error,
     )
 
 
-def _run(
+def _encode_shards(
     request: PrepareRequest, output: Path, sources: list[Source], shards: list[Shard], spec: ShardSpec
 ) -> list[str]:
-    """Do the shards that are not done yet, with a bar on standard error."""
-    todo = {index: shard for index, shard in enumerate(shards) if not marker(spec.work, index).exists()}
+    """Encode the shards that are not done yet, with a progress bar; returns the SHA-256 of each source."""
+    todo = {index: shard for index, shard in enumerate(shards) if not report_path(spec.work, index).exists()}
     sizes = [sum(piece.bytes for piece in shard) for shard in shards]
     total, left = sum(sizes), sum(sizes[index] for index in todo)
     publish.check_space(output, sources, left / max(total, 1))
     if len(todo) < len(shards):
-        tell(f"continuing: {len(shards) - len(todo)} of {len(shards)} shards are done")
-    with progress(total, done=total - left) as tick:
-        return run_shards(todo, sources, spec, request.workers or len(os.sched_getaffinity(0)), tick)
+        log.info("continuing: %d of %d shards are done", len(shards) - len(todo), len(shards))
+    with show_progress(total, done=total - left) as advance:
+        return run_shards(todo, sources, spec, request.workers or len(os.sched_getaffinity(0)), advance)
 
 
-def _count_problem(reports: list[ShardReport], request: PrepareRequest) -> UserError | None:
-    """What is wrong when there are no documents, or none in some split."""
+def _find_empty_split(reports: list[ShardReport], request: PrepareRequest) -> UserError | None:
+    """The error for a corpus without documents, or without documents in some split."""
     counts = {name: sum(report.documents[name] for report in reports) for name in SPLITS}
     empty = sum(report.empty_documents for report in reports)
     skipped = sum(report.lines_skipped for report in reports)
@@ -150,18 +152,18 @@ def _count_problem(reports: list[ShardReport], request: PrepareRequest) -> UserE
             found=f"{empty} empty and {skipped} skipped records in {', '.join(map(str, request.inputs))}",
             do=f"check the inputs and --field (now {request.field!r})",
         )
-    bare = [name for name in SPLITS if not counts[name]]
-    if bare:
+    without = [name for name in SPLITS if not counts[name]]
+    if without:
         return UserError(
-            f"no document fell into {' and '.join(bare)}",
+            f"no document fell into {' and '.join(without)}",
             expected="at least one document in each split",
-            found=f"{total} documents in all, shares {', '.join(f'{s:.2%}' for s in request.settings()['split'])}",
+            found=f"{total} documents in all, shares {', '.join(f'{share:.2%}' for share in request.shares)}",
             do="give it a larger share (--split 80,10,10), use smaller documents (--txt-unit paragraph), or add data",
         )
     return None
 
 
-def _manifest(
+def _make_manifest(
     request: PrepareRequest,
     output: Path,
     sources: list[Source],
@@ -173,10 +175,10 @@ def _manifest(
 ) -> Manifest:
     counts = [report.encoding for report in reports]
     batches, redone = sum(c.batches for c in counts), sum(c.batches_redone for c in counts)
-    path = "hf" if spec.encoder.fast == "hf" or redone == batches else "mixed" if redone else "gigatoken"
+    path = "hf" if spec.encoder.backend == "hf" or redone == batches else "mixed" if redone else "gigatoken"
     return Manifest(
         name=output.name,
-        created_by=publish.versions(),
+        created_by=publish.library_versions(),
         settings=request.settings(),
         seed=request.seed,
         shares=dict(zip(SPLITS, spec.shares, strict=True)),
@@ -199,18 +201,21 @@ def _manifest(
     )
 
 
-def _summary(manifest: Manifest) -> str:
-    lines = [
-        f"{name:>10}: {split.documents:>12,} documents {split.tokens:>15,} tokens {split.text_bytes / 1e6:>10,.2f} MB"
-        + (f"  ({split.duplicates_dropped:,} duplicates dropped)" if split.duplicates_dropped else "")
-        for name, split in manifest.splits.items()
-    ]
+def _log_summary(manifest: Manifest) -> None:
+    for name, split in manifest.splits.items():
+        megabytes = split.text_bytes / 1e6
+        line = f"{name:>10}: {split.documents:>12,} documents {split.tokens:>15,} tokens {megabytes:>10,.2f} MB"
+        if split.duplicates_dropped:
+            line += f"  ({split.duplicates_dropped:,} duplicates dropped)"
+        log.info("%s", line)
     notes = {
         "records skipped": manifest.lines_skipped,
         "empty documents left out": manifest.empty_documents,
         f"documents that spell a special token ({manifest.settings['special_text']})": manifest.special_text_documents,
-        "batches redone with the HF tokenizer, gigatoken differed": manifest.encoding.batches_redone,
+        "batches encoded again with the HF tokenizer, because gigatoken differed": manifest.encoding.batches_redone,
     }
-    lines += [f"{count:>10,} {name}" for name, count in notes.items() if count]
-    checked = manifest.encoding.documents_checked
-    return "\n".join([*lines, f"ids by {manifest.encoding.path}, {checked:,} documents checked against HF"])
+    for note, count in notes.items():
+        if count:
+            log.info("%10s %s", f"{count:,}", note)
+    encoding = manifest.encoding
+    log.info("ids by %s, %s documents checked against HF", encoding.path, f"{encoding.documents_checked:,}")

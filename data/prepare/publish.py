@@ -1,6 +1,6 @@
-"""The output folder of `data prepare`: what is there already, the space for it, and the last step.
+"""The output folder of `data prepare`: what it holds already, the space on its disk, and the last step.
 
-OUTPUT/.partial holds request.json (what is being made), shards/ (pieces) and out/ (the finished files).
+OUTPUT/.partial holds request.json (what is being made), shards/ (shard files) and out/ (the finished files).
 Publishing moves out/* into OUTPUT, manifest.json last.
 """
 
@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import shutil
@@ -20,22 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.console import tell
 from data.manifest import FILE_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
 from data.prepare.input_files import Source
 
 PARTIAL = ".partial"
 INFLATION = {"gzip": 3.0, "zstd": 3.5, None: 1.0}
-BYTES_A_TOKEN = 6  # generous, so that only a hopeless disk is refused up front
+TEXT_BYTES_PER_TOKEN = 6  # high, so that only a disk that is certainly too small is refused before the start
 LIBRARIES = ("tokenizers", "transformers", "gigatoken", "numpy", "pyarrow")
+log = logging.getLogger("launch")
 
 
 @contextmanager
-def locked(output: Path) -> Iterator[None]:
-    """Hold the output folder; a second `data prepare` into it is refused.
+def lock_output(output: Path) -> Iterator[None]:
+    """Lock the output folder; a second `data prepare` into it is refused.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process has locked it.
     """
     handle = os.open(output, os.O_RDONLY)
     try:
@@ -51,15 +52,15 @@ def locked(output: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):  # only an empty folder goes: a failed run leaves none behind
+        with suppress(OSError):  # removes an empty folder only: a failed preparation leaves none behind
             output.rmdir()
         os.close(handle)
 
 
-def existing(
+def find_existing(
     output: Path, settings: dict[str, Any], sources: list[Source], facts: TokenizerFacts, overwrite: bool
 ) -> Manifest | None:
-    """The corpus that is already in `output` if it is the one asked for; None if one is to be made.
+    """The manifest of the corpus in `output` if it is the one asked for; None if it has to be made.
 
     Raises:
         UserError: another corpus, or files of an unknown origin, are there.
@@ -67,10 +68,10 @@ def existing(
     if overwrite:
         return None
     if not (output / FILE_NAME).exists():
-        stray = [name for name in SPLITS if (output / f"{name}.bin").exists()]
-        if stray and not (output / PARTIAL).is_dir():
+        unknown = [name for name in SPLITS if (output / f"{name}.bin").exists()]
+        if unknown and not (output / PARTIAL).is_dir():
             raise UserError(
-                f"{output} holds {stray[0]}.bin but no manifest",
+                f"{output} holds {unknown[0]}.bin but no manifest",
                 expected="an empty folder, or a corpus made by data prepare",
                 found="token files of unknown origin",
                 do="choose another --output, or replace them with --overwrite",
@@ -80,13 +81,13 @@ def existing(
     made_at = (output / FILE_NAME).stat().st_mtime_ns
     same_files = [(s.path, s.bytes) for s in sources] == [(s.path, s.bytes) for s in manifest.sources]
     changed = not same_files or any(source.mtime_ns > made_at for source in sources)
-    differs = differences(settings, facts, manifest.settings, manifest.tokenizer)
+    differs = describe_differences(settings, facts, manifest.settings, manifest.tokenizer)
     if changed:
-        differs.append(f"inputs: {len(manifest.sources)} files then, now other or newer ones ({len(sources)})")
+        differs.append(f"inputs: {len(manifest.sources)} files then, other or newer ones now ({len(sources)})")
     if differs:
-        raise _made_differently(output, "a corpus", differs)
+        raise _made_differently_error(output, "a corpus", differs)
     shutil.rmtree(output / PARTIAL, ignore_errors=True)
-    tell(f"{output} is already prepared with these inputs and options")
+    log.info("%s is already prepared with these inputs and options", output)
     return manifest
 
 
@@ -95,10 +96,9 @@ def open_partial(
     settings: dict[str, Any],
     sources: list[Source],
     facts: TokenizerFacts,
-    resume: bool,
     overwrite: bool,
 ) -> Path:
-    """The work folder, new or continued.
+    """Create the work folder, or continue in the one of an interrupted run.
 
     Raises:
         UserError: an interrupted run with another tokenizer or other options left finished shards there.
@@ -110,12 +110,12 @@ def open_partial(
         "sources": [dataclasses.asdict(source) for source in sources],
     }
     before = _read_request(partial)
-    if before is not None and resume and before != wanted:
-        differs = differences(settings, facts, before["settings"], TokenizerFacts(**before["tokenizer"]))
+    if before is not None and before != wanted:
+        differs = describe_differences(settings, facts, before["settings"], TokenizerFacts(**before["tokenizer"]))
         if differs and not overwrite and any((partial / "shards").glob("*.json")):
-            raise _made_differently(output, "an interrupted run", differs)
-        tell("the inputs or options changed since the interrupted run: starting again")
-    if before != wanted or not resume:
+            raise _made_differently_error(output, "an interrupted run", differs)
+        log.info("the inputs or options have changed since the interrupted run: starting again")
+    if before != wanted:
         shutil.rmtree(partial, ignore_errors=True)
     for name in ("shards", "out"):
         (partial / name).mkdir(parents=True, exist_ok=True)
@@ -127,10 +127,10 @@ def open_partial(
     return partial
 
 
-def differences(
+def describe_differences(
     settings: dict[str, Any], facts: TokenizerFacts, old: dict[str, Any], old_facts: TokenizerFacts
 ) -> list[str]:
-    """What sets two requests apart, in words; empty when they agree."""
+    """One text per difference between two requests; empty when they agree."""
     found = [
         f"{name}: {old.get(name)!r} then, {value!r} now" for name, value in settings.items() if old.get(name) != value
     ]
@@ -141,19 +141,19 @@ def differences(
 
 
 def is_built(partial: Path) -> bool:
-    """Whether only the publishing is left to do."""
+    """Whether the finished files are there and only have to be published."""
     return (partial / "out" / FILE_NAME).exists()
 
 
-def drop_if_useless(partial: Path) -> None:
-    """Remove a work folder without a finished shard, so that a corrected command starts clean."""
+def remove_without_shards(partial: Path) -> None:
+    """Remove a work folder without a finished shard, so that a corrected command starts in an empty folder."""
     if not any((partial / "shards").glob("*.json")):
         shutil.rmtree(partial)
 
 
 def publish(partial: Path, output: Path) -> Manifest:
-    """Move the finished files into place, the manifest last, and remove the work folder."""
-    # first, so that a kill between the last move and the end leaves no shards that look unmerged
+    """Move the finished files into the output folder, the manifest last, and remove the work folder."""
+    # first of all: if the process is killed after the last move, no shards are left that look unmerged
     shutil.rmtree(partial / "shards", ignore_errors=True)
     (output / FILE_NAME).unlink(missing_ok=True)
     names = sorted(path.name for path in (partial / "out").iterdir() if path.name != FILE_NAME)
@@ -169,29 +169,32 @@ def publish(partial: Path, output: Path) -> Manifest:
 
 
 def bytes_needed(sources: list[Source]) -> int:
-    """A low estimate of the corpus on the disk, from the size of the inputs."""
+    """A low estimate of the size of the corpus on the disk, from the size of the inputs."""
     text = sum(
         source.bytes * (2.5 if source.format == "parquet" else INFLATION[source.compression]) for source in sources
     )
-    return int(text / BYTES_A_TOKEN * 2)
+    return int(text / TEXT_BYTES_PER_TOKEN * 2)
 
 
 def check_space(output: Path, sources: list[Source], share: float) -> None:
-    """Refuse to start what cannot end: `share` is the part of the work that is left.
+    """Check that the disk can hold the corpus.
+
+    Args:
+        share: the part of the work that is left, in 0..1.
 
     Raises:
-        UserError: less is free than a low estimate of what is needed.
+        UserError: less space is free than a low estimate of what is needed.
     """
     if shutil.disk_usage(output).free < bytes_needed(sources) * share:
-        raise _disk_full(output, sources, "not enough space for the corpus")
+        raise _disk_full_error(output, sources, "not enough space for the corpus")
 
 
-def explain(error: OSError, output: Path, sources: list[Source]) -> UserError:
-    """The UserError for a failed read or write."""
+def explain_os_error(error: OSError, output: Path, sources: list[Source]) -> UserError:
+    """Turn a failed read or write into a UserError."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         for left_over in (output / PARTIAL / "shards").glob("*.tmp"):
             left_over.unlink(missing_ok=True)
-        return _disk_full(output, sources, "the disk is full")
+        return _disk_full_error(output, sources, "the disk is full")
     return UserError(
         f"{error.filename or output} cannot be read or written",
         expected="readable inputs and a writable output folder",
@@ -200,7 +203,7 @@ def explain(error: OSError, output: Path, sources: list[Source]) -> UserError:
     )
 
 
-def versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
     """Versions of Python and the libraries that had a hand in it."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
@@ -219,20 +222,20 @@ def _read_request(partial: Path) -> dict[str, Any] | None:
     return loaded if isinstance(loaded, dict) else None
 
 
-def _disk_full(output: Path, sources: list[Source], what: str) -> UserError:
+def _disk_full_error(output: Path, sources: list[Source], what: str) -> UserError:
     free = shutil.disk_usage(output).free
     return UserError(
         f"{output}: {what}",
-        expected=f"about {bytes_needed(sources):,} bytes for the corpus, half as much again is safe",
+        expected=f"about {bytes_needed(sources):,} bytes for the corpus; 1.5 times as much is safe",
         found=f"{free:,} bytes free",
-        do="free space and run the same command again: it continues; or choose an --output on another disk",
+        do="free some space and run the same command again: it continues; or choose an --output on another disk",
     )
 
 
-def _made_differently(output: Path, what: str, differs: list[str]) -> UserError:
+def _made_differently_error(output: Path, what: str, differs: list[str]) -> UserError:
     return UserError(
         f"{output} holds {what} made differently",
         expected="the same tokenizer, inputs and options",
         found="; ".join(differs),
-        do="choose another --output, give the options of then, or start again with --overwrite",
+        do="choose another --output, give the options used then, or start again with --overwrite",
     )

@@ -1,4 +1,4 @@
-"""Unusable records and files, with the place where they are."""
+"""Errors for records and files that cannot be used, with the place where they are."""
 
 from __future__ import annotations
 
@@ -6,75 +6,78 @@ import difflib
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare.input_files import Piece, Source
+from data.prepare.input_files import BUFFER_BYTES, Piece, Source
 
-BLOCK_BYTES = 1 << 20
-SKIP_HINT = "mend the line, or leave such lines out and count them with --on-error skip"
+SKIP_HINT = "correct the line, or leave such lines out and count them with --on-error skip"
 
 
 class BadRecordError(UserError):
     """One record that cannot be used; under `on_error="skip"` it is counted and left out."""
 
 
-class RecordError(Exception):
-    """A fault of a record that does not know yet where it stands."""
+class UnlocatedRecordError(Exception):
+    """What is wrong with a record, raised where its file and line are not known; the caller adds them."""
 
     def __init__(self, what: str, found: str, do: str = SKIP_HINT) -> None:
         super().__init__(what)
         self.what, self.found, self.do = what, found, do
 
 
-def bad_line(
-    source: Source, piece: Piece, number: int, what: str, expected: str, found: str, do: str = SKIP_HINT
+def bad_line_error(
+    piece: Piece, number: int, what: str, expected: str, found: str, do: str = SKIP_HINT
 ) -> BadRecordError:
-    """A JSON line that cannot be used."""
-    where = f"{source.path}:{_first_line(source, piece) + number}: {what}"
-    return BadRecordError(where, expected=expected, found=found.strip()[:200], do=do)
+    """The error for line `number` of the piece (1-based)."""
+    place = f"{piece.source.path}:{_count_lines_before(piece) + number}"
+    return BadRecordError(f"{place}: {what}", expected=expected, found=found.strip()[:200], do=do)
 
 
-def not_utf8(
-    source: Source, piece: Piece, number: int, error: UnicodeDecodeError, offset: int | None = None
+def encoding_error(
+    piece: Piece, number: int, error: UnicodeDecodeError, file_offset: int | None = None
 ) -> BadRecordError:
-    """Bytes that are no UTF-8; `offset` counts from the start of the file."""
+    """The error for bytes of line `number` of the piece that are not UTF-8.
+
+    Args:
+        file_offset: where the byte is in the file, if that is known; else its place in the line is given.
+    """
     byte = error.object[error.start]
-    where = f"byte {offset} of the file" if offset is not None else f"byte {error.start} of the line"
+    where = f"byte {error.start} of the line" if file_offset is None else f"byte {file_offset} of the file"
     return BadRecordError(
-        f"{source.path}:{_first_line(source, piece) + number}: not UTF-8 ({where})",
+        f"{piece.source.path}:{_count_lines_before(piece) + number}: not UTF-8 ({where})",
         expected="UTF-8 text",
         found=f"byte 0x{byte:02x} ({error.reason})",
         do="convert the file (iconv -f LATIN1 -t UTF-8), or leave such records out with --on-error skip",
     )
 
 
-def _first_line(source: Source, piece: Piece) -> int:
-    """Lines of the file before the piece; counted only when an error needs it."""
+def _count_lines_before(piece: Piece) -> int:
+    """Lines of the file before the piece; counted only when an error needs the number."""
     count, left = 0, piece.start
-    with Path(source.path).open("rb") as file:
-        while left > 0 and (block := file.read(min(left, BLOCK_BYTES))):
+    with Path(piece.source.path).open("rb") as file:
+        while left > 0 and (block := file.read(min(left, BUFFER_BYTES))):
             count += block.count(b"\n")
             left -= len(block)
     return count
 
 
-def known_names(names: list[str], field: str) -> str:
-    """The fields that there are, and the nearest to the one asked for."""
+def describe_fields(names: list[str], field: str) -> str:
+    """The fields that exist, and the one nearest to the name asked for."""
     near = difflib.get_close_matches(field, names, n=1)
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     return f"fields {', '.join(map(repr, names)) or 'none'}{hint}"
 
 
-def no_column(source: Source, names: list[str], field: str) -> UserError:
-    """A table without the text column."""
+def missing_column_error(source: Source, names: list[str], field: str) -> UserError:
+    """The error for a table without the text column."""
     return UserError(
         f"{source.path}: no column {field!r}",
         expected=f"a column {field!r} with the text",
-        found=known_names(names, field),
+        found=describe_fields(names, field),
         do="name the column with --field",
     )
 
 
-def broken_file(source: Source, found: str) -> UserError:
-    """A compressed file that is cut or no such file."""
+def decompression_error(source: Source, found: str) -> UserError:
+    """The error for a compressed file that is cut short, or not compressed as its name says."""
     return UserError(
         f"{source.path} cannot be decompressed",
         expected=f"a whole {source.compression} file",

@@ -1,59 +1,73 @@
-"""What a user can ask of `data prepare`."""
+"""What a user can ask of `data prepare`: each option with its default and its help text, also for the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.prepare.sources import TXT_UNITS
+
+TXT_UNITS = ("file", "line", "paragraph")
 
 
-@dataclass(frozen=True)
+def _option(text: str, **default: Any) -> Any:
+    return dataclasses.field(metadata={"help": text}, **default)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareRequest:
-    """What the user asks for.
+    """The inputs and options of one prepared corpus.
 
-    Args:
-        inputs: files, globs and folders (recursive).
-        output: folder of the prepared corpus.
-        tokenizer: local folder or hub id of a fast tokenizer.
-        field: JSON field or column that holds the text.
-        split: shares of train, validation, test; any positive numbers.
-        seed: another seed gives another choice of validation and test documents.
-        dedup: keep only the first of documents with the same text.
-        workers: processes; None means one a core.
-        on_error: "stop" at an unusable record, or "skip" and count it.
-        resume: continue an interrupted run; False starts again.
-        overwrite: replace a corpus, or an interrupted run, that was made differently.
-        txt_unit: what one document of a .txt file is: "file", "line" or "paragraph" (blank lines between).
-        special_text: "plain" encodes "<|endoftext|>" inside a document as text, "control" as the token.
-        encoder: "auto" (gigatoken where the oracle agrees) or "hf".
-        shard_bytes: input bytes a shard, at which progress is saved.
+    `shard_bytes` is no option of the command line: the input bytes per shard, the unit in which work is divided among
+    the workers and progress is saved.
     """
 
-    inputs: Sequence[str]
-    output: Path
-    tokenizer: str
-    field: str = "text"
-    split: tuple[float, float, float] = (0.98, 0.01, 0.01)
-    seed: int = 1234
-    dedup: bool = False
-    workers: int | None = None
-    on_error: str = "stop"
-    resume: bool = True
-    overwrite: bool = False
-    txt_unit: str = "file"
-    special_text: str = "plain"
-    encoder: str = "auto"
+    inputs: list[str] = _option(
+        "Files, globs or folders (searched recursively): .txt .jsonl .json .ndjson .csv .parquet; .gz and .zst of text."
+    )
+    output: Path = _option("Folder of the prepared corpus, such as corpora/mine.")
+    tokenizer: str = _option("A local folder or a hub id of a fast tokenizer, such as Qwen/Qwen2.5-0.5B.")
+    field: str = _option("The field of .jsonl, or the column of .csv and .parquet, with the text.", default="text")
+    split: str = _option("Shares of train,validation,test; any positive numbers, such as 80,10,10.", default="98,1,1")
+    seed: int = _option("Another seed selects other validation and test documents.", default=1234)
+    dedup: bool = _option("Keep only the first of documents with the same text.", default=False)
+    workers: int | None = _option("Number of processes; by default one per core.", default=None)
+    on_error: str = _option("At an unusable record: stop, or skip it and count it.", default="stop")
+    txt_unit: str = _option("What one document of a .txt file is: file, line or paragraph.", default="file")
+    special_text: str = _option(
+        "What '<|endoftext|>' inside a document becomes: plain text, or the control token.", default="plain"
+    )
+    encoder: str = _option("auto (gigatoken where its ids equal HF's) or hf.", default="auto")
+    overwrite: bool = _option("Replace a corpus, or an interrupted run, made with other options.", default=False)
     shard_bytes: int = 32 << 20
 
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of train, validation and test, summing to 1.
+
+        Raises:
+            UserError: `split` is not three positive numbers.
+        """
+        try:
+            numbers = [float(word) for word in self.split.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 3 or min(numbers) <= 0:
+            raise UserError(
+                "--split: each of train, validation, test needs a share",
+                expected="three numbers above 0, such as 98,1,1",
+                found=repr(self.split),
+                do="give a split that you do not need a small share: Megatron loops for ever on an empty one",
+            )
+        return tuple(round(number / sum(numbers), 12) for number in numbers)
+
     def settings(self) -> dict[str, Any]:
-        """The options that decide the bytes of the corpus, beside the sources and the tokenizer."""
+        """The options that decide the bytes of the corpus, besides the sources and the tokenizer."""
         return {
             "field": self.field,
-            "split": [round(share / sum(self.split), 12) for share in self.split],
+            "split": list(self.shares),
             "seed": self.seed,
             "dedup": self.dedup,
             "txt_unit": self.txt_unit,
@@ -62,7 +76,11 @@ class PrepareRequest:
         }
 
     def check(self) -> None:
-        """Raise a UserError for an option that cannot be."""
+        """Check the values of all options.
+
+        Raises:
+            UserError: one of them is not possible.
+        """
         choices = {
             "--txt-unit": (self.txt_unit, TXT_UNITS),
             "--on-error": (self.on_error, ("stop", "skip")),
@@ -71,13 +89,12 @@ class PrepareRequest:
         }
         for name, (value, allowed) in choices.items():
             if value not in allowed:
-                raise UserError(f"{name}: unknown value", expected=" or ".join(allowed), found=repr(value))
-        if len(self.split) != 3 or min(self.split) <= 0:
-            raise UserError(
-                "--split: each of train, validation, test needs a share",
-                expected="three numbers above 0, such as 98,1,1",
-                found=",".join(map(str, self.split)),
-                do="give the split that you do not want a small share: Megatron loops for ever on an empty one",
-            )
+                raise UserError(
+                    f"{name}: unknown value",
+                    expected=" or ".join(allowed),
+                    found=repr(value),
+                    do=f"{name} {allowed[0]}",
+                )
         if self.workers is not None and self.workers < 1:
-            raise UserError("--workers: too few", expected="1 or more", found=str(self.workers))
+            raise UserError("--workers: too few", expected="1 or more", found=str(self.workers), do="--workers 1")
+        _ = self.shares

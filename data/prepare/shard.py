@@ -1,8 +1,8 @@
-"""One shard of work: read documents, choose their split, encode, append EOD, leave piece files behind.
+"""One shard of work: read documents, choose their split, encode, append the end-of-document id, write shard files.
 
-For shard 7 the folder then holds, for each split, `000007.train.bin` (ids with EOD, in the final dtype) and
-`000007.train.docs` (one record a document), and at last `000007.json`, whose presence means that the shard is
-done. A killed worker leaves `.tmp` files, which the next run overwrites.
+Shard 7 gives, for each split, `000007.train.bin` (ids with the end-of-document ids, in the final dtype) and
+`000007.train.docs` (one record per document), and last of all its report `000007.json`, whose presence means that the
+shard is done. A killed worker leaves `.tmp` files, which the next run overwrites.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+# of a .docs file; tokens with the end-of-document id, UTF-8 bytes of the text, and its 128-bit hash
 DOC_RECORD = [("tokens", "<i4"), ("bytes", "<i8"), ("high", "<u8"), ("low", "<u8")]
-BATCH_CHARACTERS = 1 << 24
-COMPRESSION_GUESS = 3
+BATCH_CHARACTERS = 1 << 24  # encoded at once
+COMPRESSION_GUESS = 3  # text bytes per byte of a compressed file, for the progress bar
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,10 @@ class ShardSpec:
     """All that a worker needs beside the shard itself.
 
     Args:
-        work: folder of the piece files.
+        work: folder of the shard files.
         encoder: how to encode.
-        dtype: "uint16" or "int32".
-        eod_id: appended to each document.
+        dtype: type of the ids in the .bin files, "uint16" or "int32".
+        eod_id: the end-of-document id, appended to each document.
         seed: key of the split hash.
         shares: share of each split, in the order of `SPLITS`.
         field, txt_unit, on_error: as in `PrepareRequest`.
@@ -58,7 +59,7 @@ class ShardSpec:
 
 @dataclass
 class ShardReport:
-    """Counts of one shard; `documents` by split."""
+    """Counts of one shard, `documents` by split; kept as its JSON file."""
 
     documents: dict[str, int]
     lines_skipped: int
@@ -72,18 +73,18 @@ class ShardReport:
         return ShardReport(**{**raw, "encoding": EncodeCounts(**raw["encoding"])})
 
 
-def marker(work: Path, index: int) -> Path:
-    """The file that says shard `index` is done."""
+def report_path(work: Path, index: int) -> Path:
+    """Path of a shard's report; where it exists, the shard is done."""
     return work / f"{index:06d}.json"
 
 
-def piece_path(work: Path, index: int, split: str, kind: str) -> Path:
-    """Path of a piece file; kind is "bin" or "docs"."""
+def shard_path(work: Path, index: int, split: str, kind: str) -> Path:
+    """Path of a shard file; kind is "bin" or "docs"."""
     return work / f"{index:06d}.{split}.{kind}"
 
 
-def run_shard(index: int, shard: Shard, spec: ShardSpec, encoder: Encoder, tick: Callable[[int], None]) -> None:
-    """Encode one shard and leave its files; `tick` is told the input bytes done.
+def run_shard(index: int, shard: Shard, spec: ShardSpec, encoder: Encoder, advance: Callable[[int], None]) -> None:
+    """Encode one shard and write its files; `advance` is called with the input bytes done since its last call.
 
     Raises:
         UserError: a file or, under `on_error="stop"`, a record that cannot be used.
@@ -94,25 +95,25 @@ def run_shard(index: int, shard: Shard, spec: ShardSpec, encoder: Encoder, tick:
     left = sum(piece.bytes for piece in shard)
     kinds = [(split, kind) for split in SPLITS for kind in ("bin", "docs")]
     with ExitStack() as stack:
-        files = {key: stack.enter_context(_temporary(piece_path(spec.work, index, *key)).open("wb")) for key in kinds}
+        files = {key: stack.enter_context(_temporary(shard_path(spec.work, index, *key)).open("wb")) for key in kinds}
         for source, texts in _batches(shard, spec, report):
             size = _write_batch(texts, spec, encoder, files, report)
             done = min(left, size // (COMPRESSION_GUESS if source.compression else 1))
             left -= done
-            tick(done)
+            advance(done)
     for key in kinds:
-        path = piece_path(spec.work, index, *key)
+        path = shard_path(spec.work, index, *key)
         _temporary(path).replace(path)
-    part = _temporary(marker(spec.work, index))
+    part = _temporary(report_path(spec.work, index))
     part.write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
-    part.replace(marker(spec.work, index))
-    tick(left)
+    part.replace(report_path(spec.work, index))
+    advance(left)
 
 
 def choose_split(digests: npt.NDArray[np.uint64], shares: tuple[float, ...]) -> npt.NDArray[np.int64]:
-    """Split number of each document from the first 64 bits of its hash: uint64[n] -> int64[n].
+    """Choose the split number of each document by the first 64 bits of its hash: uint64[n] -> int64[n].
 
-    It depends on the text and the seed alone, so a document stays where it is when data is added.
+    It depends on the text and the seed only, so a document keeps its split when data is added.
     """
     import numpy as np
 
@@ -122,7 +123,7 @@ def choose_split(digests: npt.NDArray[np.uint64], shares: tuple[float, ...]) -> 
 
 
 def append_eod(ids: Any, lengths: Any, eod_id: int, dtype: str) -> Any:
-    """Put the EOD id after each document: ids[n], int64[d] -> dtype[n + d]."""
+    """Insert the end-of-document id after each document: ids[n], lengths int64[d] -> dtype[n + d]."""
     import numpy as np
 
     ends = np.cumsum(lengths + 1) - 1
@@ -139,7 +140,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _batches(shard: Shard, spec: ShardSpec, report: ShardReport) -> Iterator[tuple[Source, list[str]]]:
-    """Non-empty documents in order, in batches of bounded size, with the source that filled the batch."""
+    """Non-empty documents in order, in batches of bounded size, each with the source of its last document."""
     texts: list[str] = []
     characters = 0
     source = shard[0].source
@@ -173,7 +174,7 @@ def _write_batch(
     files: Mapping[tuple[str, str], BinaryIO],
     report: ShardReport,
 ) -> int:
-    """Encode one batch and append it to the piece files; returns its UTF-8 bytes."""
+    """Encode one batch and append it to the shard files; returns its UTF-8 bytes."""
     import numpy as np
 
     raw = [text.encode("utf-8") for text in texts]
@@ -181,7 +182,7 @@ def _write_batch(
     joined = b"".join([hashlib.blake2b(text, digest_size=16, key=key).digest() for text in raw])
     digests = np.frombuffer(joined, dtype="<u8").reshape(-1, 2)
     splits = choose_split(digests[:, 0], spec.shares)
-    # sorted by split, each split is one slice of the batch
+    # sort by split, so that each split is one slice of the batch
     order = np.argsort(splits, kind="stable")
     raw = [raw[number] for number in order]
     ids, lengths = encoder.encode([texts[number] for number in order], raw)

@@ -1,8 +1,8 @@
-"""Which files a corpus is made of, and how they are cut into shards of work.
+"""Find the files of a corpus, and divide them into shards of work.
 
 A shard is a list of pieces; a piece is a range of one file that begins and ends between two documents.
-The cut depends on the files and on `shard_bytes` only, never on the number of workers, so that a run can be
-continued on another machine and gives the same bytes.
+The division depends on the files and on `shard_bytes` only, never on the number of workers, so that a preparation can
+be continued on another machine and gives the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare.input_files import Piece, Shard, Source, open_parquet
+from data.prepare.input_files import BUFFER_BYTES, Piece, Shard, Source, open_parquet
 
 FORMATS = {
     ".txt": "txt",
@@ -25,13 +25,12 @@ FORMATS = {
     ".parquet": "parquet",
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-TXT_UNITS = ("file", "line", "paragraph")
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
 SUPPORTED = ".txt .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
 
 
 def classify(path: str) -> tuple[str, str | None] | None:
-    """Format and compression by the extensions of a file name; None when it is not a corpus file."""
+    """Format and compression by the extensions of a file name; None when it is not a supported input."""
     name = Path(path.lower())
     compression = COMPRESSIONS.get(name.suffix)
     kind = FORMATS.get(name.with_suffix("").suffix if compression else name.suffix)
@@ -41,23 +40,25 @@ def classify(path: str) -> tuple[str, str | None] | None:
 
 
 def find_sources(inputs: Iterable[str], exclude: Path) -> list[Source]:
-    """Resolve files, globs and folders (recursive, hidden names left out) to sources.
+    """Resolve files, globs and folders (searched recursively, without hidden names) to sources.
 
     Inputs keep their order, the files of one input are sorted by path, and a file named twice counts once.
-    `exclude` is the output folder, which may lie inside an input folder.
+
+    Args:
+        exclude: the output folder, which may lie inside an input folder.
 
     Raises:
-        UserError: an input that matches nothing, or a file of an unknown kind named outright.
+        UserError: an input that matches nothing, or a file or glob that names a file of an unknown kind.
     """
     found: dict[str, Source] = {}
     for text in inputs:
         matches = [path for path in _expand(text) if not path.is_relative_to(exclude.resolve())]
         if not matches:
-            raise _no_match(text)
+            raise _no_match_error(text)
         for path in matches:
             kind = classify(path.name)
             if kind is None:
-                raise _unknown_kind(str(path))
+                raise _unknown_kind_error(str(path))
             facts = path.stat()
             found[str(path)] = Source(str(path), *kind, facts.st_size, facts.st_mtime_ns)
     return list(found.values())
@@ -69,7 +70,7 @@ def plan_shards(sources: list[Source], txt_unit: str, shard_bytes: int) -> list[
     current: list[Piece] = []
     size = 0
     for source in sources:
-        for piece in _pieces(source, txt_unit, shard_bytes):
+        for piece in _divide(source, txt_unit, shard_bytes):
             current.append(piece)
             size += piece.bytes
             if size >= shard_bytes:
@@ -94,11 +95,11 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
-def _pieces(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
+def _divide(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
     if source.bytes == 0:
         return
     if source.format == "parquet":
-        yield from _row_groups(source, shard_bytes)
+        yield from _divide_parquet(source, shard_bytes)
         return
     whole = source.compression or source.format == "csv" or (source.format, txt_unit) == ("txt", "file")
     if whole or source.bytes <= shard_bytes:
@@ -107,12 +108,12 @@ def _pieces(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
     paragraph = (source.format, txt_unit) == ("txt", "paragraph")
     start = 0
     while start < source.bytes:
-        end = _boundary(source, start + shard_bytes, paragraph)
+        end = _next_boundary(source, start + shard_bytes, paragraph)
         yield Piece(source, start, end, end - start)
         start = end
 
 
-def _boundary(source: Source, offset: int, paragraph: bool) -> int:
+def _next_boundary(source: Source, offset: int, paragraph: bool) -> int:
     """The first byte at or after `offset` at which a document may begin."""
     if offset >= source.bytes:
         return source.bytes
@@ -122,15 +123,15 @@ def _boundary(source: Source, offset: int, paragraph: bool) -> int:
             file.readline()
             return min(file.tell(), source.bytes)
         window = b""
-        while block := file.read(1 << 20):
+        while block := file.read(BUFFER_BYTES):
             window += block
             if match := BLANK_LINE.search(window):
                 return min(offset + match.end(), source.bytes)
     return source.bytes
 
 
-def _row_groups(source: Source, shard_bytes: int) -> Iterator[Piece]:
-    """Runs of row groups whose compressed size reaches `shard_bytes` (text inside is larger)."""
+def _divide_parquet(source: Source, shard_bytes: int) -> Iterator[Piece]:
+    """Runs of row groups whose compressed size reaches `shard_bytes` (their text is larger)."""
     metadata = open_parquet(source.path).metadata
     groups = metadata.num_row_groups
     share = max(1, source.bytes // max(groups, 1))
@@ -142,17 +143,17 @@ def _row_groups(source: Source, shard_bytes: int) -> Iterator[Piece]:
             start, size = group + 1, 0
 
 
-def _no_match(text: str) -> UserError:
+def _no_match_error(text: str) -> UserError:
     is_dir = Path(text).expanduser().is_dir()
     return UserError(
         f"no input file matches {text!r}",
         expected=f"a file, glob or folder with {SUPPORTED}",
         found="a folder without any such file" if is_dir else "nothing",
-        do="check the path (quote a glob so that the shell leaves it alone)",
+        do="check the path (quote a glob, so that the shell does not expand it)",
     )
 
 
-def _unknown_kind(path: str) -> UserError:
+def _unknown_kind_error(path: str) -> UserError:
     return UserError(
         f"{path}: unknown kind of file",
         expected=SUPPORTED,

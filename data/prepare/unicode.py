@@ -1,8 +1,8 @@
-"""Characters on which two Unicode tables of different age can disagree.
+"""Characters on which two libraries can disagree because they were built with different Unicode versions.
 
-Tokenisation looks characters up twice: the pre-tokeniser asks for letters, numbers, marks and spaces, NFC
-for combining classes and decompositions. Two libraries built with different Unicode versions agree on all
-characters whose properties never changed. The others are rare; documents with one go to the oracle.
+Tokenisation looks up the properties of a character twice: the pre-tokeniser needs to know letters, numbers, marks and
+spaces, NFC needs combining classes and decompositions. All libraries agree on characters whose properties have never
+changed. The others are rare; documents that contain one are encoded by the HF tokenizer.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 OLD = unicodedata.ucd_3_2_0
-# planes 4 to 13 hold nothing, 15 and 16 are for private use
+# all assigned characters above ASCII: planes 4 to 13 are empty, 15 and 16 are for private use
 RANGES = (range(0x80, 0xD800), range(0xE000, 0x40000), range(0xE0000, 0xE1000))
 
 
 def has_changed_characters(text: str) -> bool:
-    """Whether the text has a character that changed since Unicode 3.2, or is unknown to this Python.
+    """Whether the text has a character that has changed since Unicode 3.2, or that this Python does not know.
 
-    N'Ko's U+07FD is such a one: tokenizers 0.21 and gigatoken 0.10 order it differently.
+    Such a character is N'Ko's U+07FD: tokenizers 0.21 and gigatoken 0.10 order it differently.
     """
     import numpy as np
 
@@ -35,15 +35,15 @@ def has_changed_characters(text: str) -> bool:
 
 @cache
 def _changed_table() -> npt.NDArray[np.bool_]:
-    """bool[0x110000], True at the code points that changed."""
+    """bool[0x110000]: whether the code point has changed."""
     import numpy as np
 
     table = np.zeros(0x110000, dtype=bool)
-    table[[code for codes in RANGES for code in codes if _changed(chr(code))]] = True
+    table[[code for codes in RANGES for code in codes if _has_changed(chr(code))]] = True
     return table
 
 
-def _changed(character: str) -> bool:
+def _has_changed(character: str) -> bool:
     category = unicodedata.category(character)
     if category == "Cn":
         return True

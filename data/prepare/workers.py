@@ -1,4 +1,4 @@
-"""Shards over processes: started with spawn, gone when the parent is gone, and never a silent wait.
+"""Encode shards in worker processes, which are started with spawn and end when their parent is gone.
 
 With one worker, or one shard left, everything runs in this process.
 """
@@ -22,92 +22,92 @@ from data.prepare.input_files import Shard, Source
 from data.prepare.merge import file_sha256
 from data.prepare.shard import ShardSpec, run_shard
 
-_worker: dict[str, Any] = {}
+_worker: dict[str, Any] = {}  # of a worker process, filled when it starts
 
 
 def run_shards(
-    todo: dict[int, Shard], sources: list[Source], spec: ShardSpec, workers: int, tick: Callable[[int], None]
+    todo: dict[int, Shard], sources: list[Source], spec: ShardSpec, workers: int, advance: Callable[[int], None]
 ) -> list[str]:
-    """Do the shards of `todo`; returns the SHA-256 of each source, taken meanwhile by a thread.
+    """Encode the shards of `todo`; returns the SHA-256 of each source, which a thread computes meanwhile.
 
     Args:
-        tick: called in this process with input bytes done since the last call.
+        advance: called in this process with the input bytes done since its last call.
 
     Raises:
         UserError: from a shard, or when a worker was killed from outside.
         OSError: the disk is full, a file cannot be read.
     """
-    # one process is one core: the oracle must not start a thread per core in each of them
+    # one process per core: the HF tokenizer must not start a thread per core in each of them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ThreadPoolExecutor(1) as hasher:
         hashes = [hasher.submit(file_sha256, Path(source.path)) for source in sources]
         try:
             if min(workers, len(todo)) > 1:
-                _pool(todo, spec, min(workers, len(todo)), tick)
+                _run_in_pool(todo, spec, min(workers, len(todo)), advance)
             elif todo:
                 encoder = Encoder(spec.encoder)
                 for index, shard in todo.items():
-                    run_shard(index, shard, spec, encoder, tick)
+                    run_shard(index, shard, spec, encoder, advance)
             return [result.result() for result in hashes]
         except BaseException:
             hasher.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _pool(todo: dict[int, Shard], spec: ShardSpec, workers: int, tick: Callable[[int], None]) -> None:
+def _run_in_pool(todo: dict[int, Shard], spec: ShardSpec, workers: int, advance: Callable[[int], None]) -> None:
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, context, initializer=_start, initargs=(spec, counter, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(spec, counter, os.getpid()))
     try:
-        _drain({pool.submit(_run, index, shard) for index, shard in todo.items()}, counter, tick)
+        _wait_for_shards({pool.submit(_run_in_worker, index, shard) for index, shard in todo.items()}, counter, advance)
         pool.shutdown()
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
         if isinstance(error, BrokenProcessPool):
-            raise _killed(workers) from None
+            raise _killed_error(workers) from None
         raise
 
 
-def _drain(waiting: set[Future[None]], counter: Any, tick: Callable[[int], None]) -> None:
+def _wait_for_shards(waiting: set[Future[None]], counter: Any, advance: Callable[[int], None]) -> None:
     seen = 0
     while waiting:
         finished, waiting = wait(waiting, timeout=0.25, return_when=FIRST_COMPLETED)
         now = counter.value
-        tick(now - seen)
+        advance(now - seen)
         seen = now
         for future in finished:
             future.result()
 
 
-def _start(spec: ShardSpec, counter: Any, parent: int) -> None:
+def _start_worker(spec: ShardSpec, counter: Any, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     _worker.update(spec=spec, counter=counter, encoder=Encoder(spec.encoder))
 
 
-def _leave_with(parent: int) -> None:
-    """End this process when the parent is gone; a pool's worker would wait for work for ever."""
+def _exit_with_parent(parent: int) -> None:
+    """End this process when its parent is gone; a worker of a pool would wait for work for ever."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-def _run(index: int, shard: Shard) -> None:
-    run_shard(index, shard, _worker["spec"], _worker["encoder"], _count)
+def _run_in_worker(index: int, shard: Shard) -> None:
+    run_shard(index, shard, _worker["spec"], _worker["encoder"], _add_to_counter)
 
 
-def _count(size: int) -> None:
+def _add_to_counter(size: int) -> None:
     with _worker["counter"].get_lock():
         _worker["counter"].value += size
 
 
-def _killed(workers: int) -> UserError:
+def _killed_error(workers: int) -> UserError:
     return UserError(
         "a worker process was killed",
-        expected=f"{workers} workers that run to their end",
-        found="one ended without a word, as the kernel's out-of-memory killer does it",
+        expected=f"{workers} workers that finish their shards",
+        found="one was ended from outside, as the kernel's out-of-memory killer does",
         do="run the same command again with fewer --workers: it continues where it stopped",
     )

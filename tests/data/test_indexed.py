@@ -1,4 +1,4 @@
-"""Index facts and corpus manifests, with the standard library alone."""
+"""Index facts and corpus manifests, with the standard library only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def cut(path: Path, size: int) -> None:
 def test_a_whole_pair_has_its_facts_and_no_findings(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", [3, 4, 5])
     facts = read_index(tmp_path / "a")
-    assert (facts.dtype_code, facts.itemsize, facts.num_sequences, facts.num_documents) == (8, 2, 3, 3)
+    assert (facts.dtype, facts.itemsize, facts.num_sequences, facts.num_documents) == ("uint16", 2, 3, 3)
     assert (facts.num_tokens, facts.bin_bytes_expected, facts.bin_bytes_found) == (12, 24, 24)
     assert check_prefix(tmp_path / "a") == []
 
@@ -51,7 +52,7 @@ def test_a_whole_pair_has_its_facts_and_no_findings(tmp_path: Path) -> None:
         (lambda p: write_pair(p / "a", []), "holds no documents"),
     ],
 )
-def test_each_damage_is_one_finding(tmp_path: Path, harm, words: str) -> None:
+def test_each_damage_is_one_finding(tmp_path: Path, harm: Callable[[Path], object], words: str) -> None:
     write_pair(tmp_path / "a", [3, 4, 5])
     harm(tmp_path)
     findings = check_prefix(tmp_path / "a")

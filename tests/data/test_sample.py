@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.errors import PreflightError, UserError
 from data.inspect import inspect_corpus
 from data.prepare.prepare import prepare_corpus
-from data.sample import _code, _joined, _prose, _topics
+from data.sample import _join_docstrings, _read_topics, collect_code, collect_prose
 from tests.data.prepare.test_prepare import ask, make_texts, tokenizer_dir, write_jsonl
 
 __all__ = ["ask", "tokenizer_dir"]  # fixtures
 
 
-def test_inspect_shows_counts_and_borders(tmp_path: Path, ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_counts_and_borders(tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = prepare_corpus(ask(write_jsonl(tmp_path / "a.jsonl", make_texts(200))))
     inspect_corpus(tmp_path / "out", samples=2)
     shown = capsys.readouterr().out
@@ -28,7 +29,7 @@ def test_inspect_shows_counts_and_borders(tmp_path: Path, ask, capsys: pytest.Ca
 
 
 def test_inspect_names_ids_above_the_vocabulary_and_damage(
-    tmp_path: Path, ask, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare_corpus(ask(write_jsonl(tmp_path / "a.jsonl", make_texts(200))))
     data = bytearray((tmp_path / "out" / "test.bin").read_bytes())
@@ -46,11 +47,11 @@ def test_inspect_names_ids_above_the_vocabulary_and_damage(
 
 
 def test_the_sample_has_enough_of_both_domains() -> None:
-    prose, code = list(_prose()), list(_code())
-    assert len(_topics()) > 50 and prose[0] and "assert" in prose[0]
+    prose, code = list(collect_prose()), list(collect_code())
+    assert len(_read_topics()) > 50 and prose[0] and "assert" in prose[0]
     assert sum(map(len, prose)) > 1_500_000 and max(map(len, prose[100:])) < 100_000
     assert 3_000_000 < sum(map(len, code)) <= 6_000_000
-    assert list(_joined(iter(["a" * 3000, "b" * 3000, "c" * 300, "d"]))) == [
+    assert list(_join_docstrings(iter(["a" * 3000, "b" * 3000, "c" * 300, "d"]))) == [
         "a" * 3000 + "\n\n" + "b" * 3000,
         "c" * 300 + "\n\nd",
     ]

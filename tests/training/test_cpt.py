@@ -155,7 +155,7 @@ def test_a_corpus_prepared_again_is_read_anew(sample: Path, forked: Callable[...
         (tmp_path / "text.jsonl").write_text("\n".join(lines[:documents]) + "\n")
         request = PrepareRequest(
             inputs=[str(tmp_path / "text.jsonl")], output=tmp_path / "c", tokenizer=str(sample / "tokenizer"),
-            split=(0.8, 0.1, 0.1), overwrite=True, workers=1,
+            split="80,10,10", overwrite=True, workers=1,
         )  # fmt: skip
         written = prepare_corpus(request).splits["train"].documents
         assert forked(_samples, str(tmp_path / "c"), 50) == written - 1

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.prepare.encode import Encoder, EncoderSpec, why_not_gigatoken
+from data.prepare.encode import Encoder, EncoderSpec, reason_against_gigatoken
 from data.sample import train_tokenizer
 from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens
 
@@ -84,7 +84,7 @@ def test_slow_only_and_unknown_tokenizers_are_refused(tmp_path: Path, monkeypatc
 
 
 def needs_gigatoken(spec: EncoderSpec) -> None:
-    if reason := why_not_gigatoken(spec):
+    if reason := reason_against_gigatoken(spec):
         pytest.skip(reason)
 
 
@@ -120,7 +120,7 @@ TEXTS = st.lists(
 def test_gigatoken_path_equals_hf_on_any_unicode(spec: EncoderSpec) -> None:
     """Also documents that the sample does not look at: the sample is switched off here."""
     needs_gigatoken(spec)
-    fast, slow = Encoder(spec), Encoder(replace(spec, fast="hf"))
+    fast, slow = Encoder(spec), Encoder(replace(spec, backend="hf"))
 
     @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
     @given(TEXTS)
@@ -135,15 +135,15 @@ def test_gigatoken_path_equals_hf_on_any_unicode(spec: EncoderSpec) -> None:
 
 def test_special_text_is_plain_by_default_and_a_token_on_request(spec: EncoderSpec) -> None:
     text, eod = "a page on <|endoftext|> markers", VOCAB_SIZE - 1
-    transformers_default = Encoder(replace(spec, special_text="control", fast="hf"))
+    transformers_default = Encoder(replace(spec, special_text="control", backend="hf"))
     assert eod in encode(transformers_default, [text])[0]
-    for fast in ("hf", "gigatoken"):
-        if fast == "gigatoken":
+    for backend in ("hf", "gigatoken"):
+        if backend == "gigatoken":
             needs_gigatoken(spec)
-        plain = Encoder(replace(spec, fast=fast))
+        plain = Encoder(replace(spec, backend=backend))
         assert eod not in encode(plain, [text, "nothing here"])[0]
         assert plain.counts.special_text_documents == 1
-        control = Encoder(replace(spec, fast=fast, special_text="control"))
+        control = Encoder(replace(spec, backend=backend, special_text="control"))
         assert encode(control, [text]) == encode(transformers_default, [text])
 
 
@@ -163,10 +163,10 @@ class Lying:
 
 
 @pytest.mark.parametrize("wrong", [None, "the longest of all documents, 日本語".encode()])
-def test_a_batch_that_differs_from_the_oracle_is_redone(spec: EncoderSpec, wrong: bytes | None) -> None:
+def test_a_batch_that_differs_from_hf_is_encoded_again(spec: EncoderSpec, wrong: bytes | None) -> None:
     needs_gigatoken(spec)
     texts = [*PROSE[:70], "the longest of all documents, 日本語"]
     encoder = Encoder(spec)
-    encoder._giga = Lying(encoder._giga, wrong)
-    assert encode(encoder, texts) == encode(Encoder(replace(spec, fast="hf")), texts)
+    encoder._gigatoken = Lying(encoder._gigatoken, wrong)
+    assert encode(encoder, texts) == encode(Encoder(replace(spec, backend="hf")), texts)
     assert encoder.counts.batches_redone == 1

@@ -27,6 +27,7 @@ from data.manifest import SPLITS, Manifest, load_manifest
 from data.prepare import publish
 from data.prepare.prepare import prepare_corpus
 from data.prepare.request import PrepareRequest
+from data.prepare.shard import run_shard
 from data.tokenizer import fingerprint, load_tokenizer
 from tests.data.prepare.test_encode import tokenizer_dir
 
@@ -66,7 +67,7 @@ def ask(tmp_path: Path, tokenizer_dir: Path) -> Callable[..., PrepareRequest]:
 
     def make(*inputs: Path | str, **options: Any) -> PrepareRequest:
         defaults: dict[str, Any] = {"output": tmp_path / "out", "tokenizer": str(tokenizer_dir), "workers": 1}
-        defaults |= {"split": (0.8, 0.1, 0.1), "shard_bytes": 20_000}
+        defaults |= {"split": "80,10,10", "shard_bytes": 20_000}
         return PrepareRequest(inputs=[str(path) for path in inputs], **{**defaults, **options})
 
     return make
@@ -186,7 +187,7 @@ def killed(request: PrepareRequest, target: str, calls: int) -> None:
     [
         ("data.prepare.shard._write_batch", 4),  # inside a shard
         ("data.prepare.merge._append", 3),  # a .bin half merged
-        ("data.prepare.merge._settle", 4),  # pieces appended, not yet deleted
+        ("data.prepare.merge._sync_and_delete", 4),  # shards appended, not yet deleted
         ("data.prepare.merge._write_idx", 2),  # one split done
         ("data.prepare.publish.load_manifest", 1),  # published, not yet reported
         ("shutil.rmtree", 2),  # built, nothing published
@@ -222,11 +223,13 @@ def test_finished_shards_are_not_done_again(tmp_path: Path, ask: Any, monkeypatc
     request = ask(write_jsonl(tmp_path / "a.jsonl", make_texts(500)))
     killed(request, "data.prepare.shard._write_batch", 4)
     done = len(list((tmp_path / "out/.partial/shards").glob("*.json")))
-    from data.prepare import workers
-
     again: list[int] = []
-    real = workers.run_shard
-    monkeypatch.setattr(workers, "run_shard", lambda index, *rest: (again.append(index), real(index, *rest))[1])
+
+    def recording(index: int, *rest: Any) -> None:
+        again.append(index)
+        run_shard(index, *rest)
+
+    monkeypatch.setattr("data.prepare.workers.run_shard", recording)
     prepare_corpus(request)
     assert done == 3 and again and min(again) == 3
 
@@ -238,7 +241,8 @@ def test_a_manifest_moves_in_last(tmp_path: Path, ask: Any) -> None:
     request = ask(source, overwrite=True, seed=5)
 
     def run() -> None:
-        real, names = Path.replace, []
+        real: Any = Path.replace
+        names: list[str] = []
 
         def stop(path: Path, target: Any) -> Any:
             if Path(target).parent == tmp_path / "out":
@@ -247,7 +251,7 @@ def test_a_manifest_moves_in_last(tmp_path: Path, ask: Any) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
             return real(path, target)
 
-        Path.replace = stop  # type: ignore[method-assign]
+        setattr(Path, "replace", stop)  # noqa: B010 (an assignment is refused by the type checker)
         prepare_corpus(request)
 
     child = multiprocessing.get_context("fork").Process(target=run)
@@ -320,7 +324,7 @@ def test_ranges_of_a_line_file_lose_and_double_nothing(tmp_path: Path, ask: Any)
     path.write_text("\r\n".join(texts), newline="")
     for size in (101, 997, 10_000_000):
         output = tmp_path / str(size)
-        prepare_corpus(ask(path, output=output, txt_unit="line", shard_bytes=size, split=(1, 1, 1)))
+        prepare_corpus(ask(path, output=output, txt_unit="line", shard_bytes=size, split="1,1,1"))
         assert sorted(sum((documents(output, split) for split in SPLITS), [])) == sorted(texts)
 
 
@@ -374,7 +378,7 @@ def cases(folder: Path) -> Iterator[tuple[str, list[Path | str], dict[str, Any],
         stream.write(good.read_bytes())
     (folder / "cut.jsonl.zst").write_bytes((folder / "whole.jsonl.zst").read_bytes()[:-30])
     yield "cut zstd", [folder / "cut.jsonl.zst"], {}, "cannot be decompressed"
-    yield "share of zero", [good], {"split": (99, 1, 0)}, "each of train, validation, test needs a share"
+    yield "share of zero", [good], {"split": "99,1,0"}, "each of train, validation, test needs a share"
     yield "unknown policy", [good], {"on_error": "ignore"}, "stop or skip"
 
 
@@ -442,7 +446,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path, ask: Any) -
 def test_too_little_space_is_refused_up_front(tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(publish.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(UserError, match="not enough space[\\s\\S]*1,000 bytes free"):
         prepare_corpus(ask(source))
 
@@ -450,17 +454,17 @@ def test_too_little_space_is_refused_up_front(tmp_path: Path, ask: Any, monkeypa
 def test_a_second_preparation_into_the_same_folder_is_refused(tmp_path: Path, ask: Any) -> None:
     (tmp_path / "out").mkdir()
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
-    with publish.locked(tmp_path / "out"), pytest.raises(UserError, match="is in use"):
+    with publish.lock_output(tmp_path / "out"), pytest.raises(UserError, match="is in use"):
         prepare_corpus(ask(source))
 
 
 def test_without_gigatoken_the_ids_are_the_same(
-    tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(300))
     prepare_corpus(ask(source, output=tmp_path / "auto"))
     monkeypatch.setitem(__import__("sys").modules, "gigatoken", None)
     manifest: Manifest = prepare_corpus(ask(source, output=tmp_path / "hf"))
     assert manifest.encoding.path == "hf" and manifest.encoding.documents_checked == 0
-    assert "gigatoken is not installed" in capsys.readouterr().err
+    assert "gigatoken is not installed" in caplog.text
     assert [(tmp_path / "hf" / n).read_bytes() for n in FILES] == [(tmp_path / "auto" / n).read_bytes() for n in FILES]
