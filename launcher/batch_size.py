@@ -45,7 +45,7 @@ def _gpu(resolved: Resolved, ask_gpus: bool) -> tuple[float | None, memory.Path]
     """GiB of the smallest GPU that a rank gets, if it can be asked, and the implementation that trains on it."""
     gpus = machine_facts.query_gpus().visible[: resolved.plan.devices] if ask_gpus else ()
     size = min((gpu.total / memory.GIB for gpu in gpus), default=None)
-    if any(one.path in memory.SPARING and one.text.strip().lower() == "false" for one in resolved.overrides):
+    if any(one.path in memory.MEMORY_LEVERS and one.text.strip().lower() == "false" for one in resolved.overrides):
         return size, "plain"
     have_te = not gpus or importlib.util.find_spec("transformer_engine") is not None
     return size, "fast" if have_te else "sdpa"
@@ -61,7 +61,7 @@ def _fill_gpu(resolved: Resolved, size: float, path: memory.Path) -> Resolved:
     log.info(
         "data.micro_batch_size: %d -> %d samples, the most that divides the global batch and fits into %.0f%% of"
         " %.0f GiB (estimated %s)",
-        *(plan.micro_batch_size, best, 100 * memory.SPARED, size, found),
+        *(plan.micro_batch_size, best, 100 * memory.DEFAULT_SHARE, size, found),
     )
     return resolved.with_overrides(Override("data.micro_batch_size", "=", str(best)))
 
@@ -71,7 +71,7 @@ def _fit_profile(resolved: Resolved, ask_gpus: bool) -> Resolved:
     plan = resolved.plan
     assert plan.memory_profile is not None
     asked, path = _gpu(resolved, ask_gpus)
-    size = asked or memory.CARD_GIB
+    size = asked or memory.ASSUMED_GPU_GIB
     if asked is None:
         log.info("profile %s: no GPU to ask on this machine, %.0f GiB assumed", plan.memory_profile, size)
     fitted, reasons = memory.fit(plan, plan.memory_profile, size, path)

@@ -1,10 +1,10 @@
-"""How much GPU memory a run takes, computed before it starts, and the batch that a share of a card has room for.
+"""How much GPU memory a run takes, computed before it starts, and the largest batch that fits into a share of it.
 
 bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
       + tokens in flight x layers x 2 x (6 hidden + 2 kv + FFN x ffn) / tensor parallel: kept for the backward pass
       + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
 The constants are fitted to measured peaks (docs/measurements/gpu-memory.md); `python -m bench.memory` repeats this.
-Pure Python: read before NeMo is imported.
+Pure Python: used before NeMo is imported.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ from common.errors import UserError, unknown_name
 from recipes.plan import Plan
 
 GIB = 2**30
-# activations of a layer kept for backward, in bf16 numbers a token, times the hidden size
-HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs: tensor parallelism alone does not split them
-HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values as wide as their groups come to this
+# activations that a layer keeps for the backward pass: bf16 numbers per token, as multiples of the hidden size
+HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs, which tensor parallelism alone does not split
+HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values are added by the number of their groups
 FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 3.0}  # times the FFN size: one SwiGLU kernel, or three
-LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes a logit: bf16 once, or with fp32 copy, softmax and gradient
-SPARING = ("speed.fused_lm_head", "model.config.bias_activation_fusion")  # the levers behind these numbers
-OUTSIDE_GIB = 1.5  # of a card, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
+LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes per logit: bf16 once, or with fp32 copy, softmax and gradient
+MEMORY_LEVERS = (
+    "speed.fused_lm_head",
+    "model.config.bias_activation_fusion",
+)  # the speed levers that these numbers assume
+OUTSIDE_GIB = 1.5  # of a GPU's memory, outside torch's allocator: CUDA context, cuBLAS workspace, NCCL buffers
 FRAGMENTS = 1.04  # reserved by the allocator / allocated, with expandable segments
 
-PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a card's memory
+PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a GPU's memory
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
-MOST = 32  # samples of a micro batch: more was never measured
-SPARED = 0.85  # of a card, for a recipe without a profile: room for validation, and for an estimate that is off
-CARD_GIB = 80.0  # assumed where no card can be asked
+LARGEST_MICRO_BATCH = 32  # samples; larger ones were never measured
+DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for validation and for the estimate's error
+ASSUMED_GPU_GIB = 80.0  # where no GPU can be asked
 
 Path = Literal["fast", "plain", "sdpa"]
 
@@ -56,13 +59,13 @@ class Estimate:
         return self.allocated_gib * FRAGMENTS
 
     @property
-    def card_gib(self) -> float:
-        """What nvidia-smi reports."""
+    def gpu_gib(self) -> float:
+        """What nvidia-smi reports as used."""
         return self.reserved_gib + OUTSIDE_GIB
 
     def __str__(self) -> str:
         parts = ", ".join(f"{f.name} {getattr(self, f.name) / GIB:.2f}" for f in dataclasses.fields(self))
-        return f"{self.allocated_gib:.2f} GiB ({parts}), {self.card_gib:.1f} of the card"
+        return f"{self.allocated_gib:.2f} GiB ({parts}), {self.gpu_gib:.1f} as nvidia-smi counts"
 
 
 def estimate(plan: Plan, path: Path = "fast") -> Estimate:
@@ -103,41 +106,43 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     )
 
 
-def fit(plan: Plan, profile: str, card_gib: float, path: Path = "fast") -> tuple[Plan, list[str]]:
-    """The plan with the batch of `profile` on a card of this size.
+def fit(plan: Plan, profile: str, gpu_gib: float, path: Path = "fast") -> tuple[Plan, list[str]]:
+    """The plan with the batch of `profile` on a GPU of this size.
 
     The longest sequence up to the plan's that fits with one sample, then the largest micro batch; the global batch is
-    the multiple of it (times the replicas) nearest to the profile's tokens a step.
+    the multiple of it (times the replicas) nearest to the profile's tokens per step.
 
     Returns:
         the plan, and one line per choice with its reason.
 
     Raises:
-        UserError: an unknown profile, or a card that one sample of 512 tokens does not fit on.
+        UserError: an unknown profile, or a GPU on which one sample of 512 tokens does not fit.
     """
     if profile not in PROFILES:
         raise unknown_name("memory profile", profile, PROFILES, "choose one of them")
-    room = PROFILES[profile] * card_gib
-    sized = [_sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(MOST, 0, -1)]
-    fitting = [one for one in sized if estimate(one, path).card_gib <= room]
+    room = PROFILES[profile] * gpu_gib
+    sized = [
+        _sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(LARGEST_MICRO_BATCH, 0, -1)
+    ]
+    fitting = [one for one in sized if estimate(one, path).gpu_gib <= room]
     if not fitting:
         least = estimate(dataclasses.replace(plan, micro_batch_size=1, seq_length=512), path)
         raise UserError(
-            f"the model does not fit into {PROFILES[profile]:.0%} of this card",
-            expected=f"{room:.1f} GiB or less ({PROFILES[profile]:.0%} of {card_gib:.0f} GiB)",
+            f"the model does not fit into {PROFILES[profile]:.0%} of this GPU",
+            expected=f"{room:.1f} GiB or less ({PROFILES[profile]:.0%} of {gpu_gib:.0f} GiB)",
             found=str(least) + " with one sample of 512 tokens",
-            do="a profile that takes more of the card, or trainer.strategy.tensor_model_parallel_size=2",
+            do="a profile with a larger share, or trainer.strategy.tensor_model_parallel_size=2",
         )
     best = fitting[0]
-    return best, _reasons(best, profile, card_gib, path)
+    return best, _reasons(best, profile, gpu_gib, path)
 
 
-def largest_micro_batch(plan: Plan, card_gib: float, path: Path = "fast") -> int:
-    """The largest micro batch that leaves the global batch as it is and fits into `SPARED` of a card; at least 1."""
+def largest_micro_batch(plan: Plan, gpu_gib: float, path: Path = "fast") -> int:
+    """The largest micro batch that keeps the global batch and fits into `DEFAULT_SHARE` of a GPU; at least 1."""
     share = plan.global_batch_size // max(1, plan.data_parallel)
-    for size in range(min(MOST, share), 1, -1):
+    for size in range(min(LARGEST_MICRO_BATCH, share), 1, -1):
         sized = dataclasses.replace(plan, micro_batch_size=size)
-        if share % size == 0 and estimate(sized, path).card_gib <= SPARED * card_gib:
+        if share % size == 0 and estimate(sized, path).gpu_gib <= DEFAULT_SHARE * gpu_gib:
             return size
     return 1
 
@@ -147,7 +152,7 @@ def _lengths(most: int) -> list[int]:
 
 
 def _sized(plan: Plan, profile: str, micro_batch: int, seq_length: int) -> Plan:
-    once = micro_batch * max(1, plan.data_parallel)  # samples that all replicas take at once
+    once = micro_batch * max(1, plan.data_parallel)  # samples that all replicas process at once
     samples = max(1, round(TOKENS_PER_STEP[profile] / seq_length / once)) * once
     return dataclasses.replace(
         plan,
@@ -158,14 +163,14 @@ def _sized(plan: Plan, profile: str, micro_batch: int, seq_length: int) -> Plan:
     )
 
 
-def _reasons(plan: Plan, profile: str, card_gib: float, path: Path) -> list[str]:
+def _reasons(plan: Plan, profile: str, gpu_gib: float, path: Path) -> list[str]:
     found, share = estimate(plan, path), PROFILES[profile]
-    room = f"{share:.0%} of {card_gib:.0f} GiB"
+    room = f"{share:.0%} of {gpu_gib:.0f} GiB"
     return [
-        f"profile {profile}: {room} = {share * card_gib:.1f} GiB; estimated {found}",
+        f"profile {profile}: {room} = {share * gpu_gib:.1f} GiB; estimated {found}",
         f"data.seq_length={plan.seq_length} tokens: the longest that fits with one sample",
         f"data.micro_batch_size={plan.micro_batch_size} samples: "
-        + ("the most on any card" if plan.micro_batch_size == MOST else "the most that fits"),
-        f"data.global_batch_size={plan.global_batch_size} samples = {plan.tokens_per_step:,} tokens a step: the"
+        + ("the largest that was measured" if plan.micro_batch_size == LARGEST_MICRO_BATCH else "the most that fits"),
+        f"data.global_batch_size={plan.global_batch_size} samples = {plan.tokens_per_step:,} tokens per step: the"
         f" multiple of {plan.micro_batch_size} x {plan.data_parallel} nearest to {TOKENS_PER_STEP[profile]:,}",
     ]

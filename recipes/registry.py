@@ -50,7 +50,7 @@ def recipe(base: Recipe | None = None, /, **numbers: Any) -> Callable[[Callable[
     """
     plan = base.plan.changed(**numbers) if base is not None else Plan(**numbers)
     if plan.memory_profile is not None and "micro_batch_size" not in numbers:
-        plan = memory.fit(plan, plan.memory_profile, memory.CARD_GIB)[0]
+        plan = memory.fit(plan, plan.memory_profile, memory.ASSUMED_GPU_GIB)[0]
 
     def register(build: Callable[[Plan], run.Partial]) -> Recipe:
         made = Recipe(plan, build)

@@ -2,7 +2,7 @@
 
 No schedule reads `trainer.max_steps`: extending or cutting a run does not change what was, or would have
 been, done. All steps are optimizer steps (global batches), counted from 0: `lr(s)` is the learning rate that
-optimizer step s is made with. A warm-up of W steps climbs as (s+1)/(W+1), so that step 0 already moves the
+optimizer step s is made with. A warm-up of W steps rises as (s+1)/(W+1), so that step 0 already moves the
 weights and step W is the first at `max_lr` (NeMo's own convention). Standard library only; `recipes/build/lr_slot.py`
 applies a schedule to an optimizer.
 """

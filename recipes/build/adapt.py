@@ -1,4 +1,4 @@
-"""What a recipe must change on this machine, each change with its reason; the user's overrides come after."""
+"""What a recipe must change on this machine, each change with its reason; the user's overrides are applied later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def adapt(recipe: run.Partial, speed: bool = True) -> list[str]:
     """Change `recipe` in place to what this machine can do.
 
     Args:
-        speed: take the fast path too (recipes/build/levers.py).
+        speed: turn the speed levers on too (recipes/build/levers.py).
 
     Returns:
         one line per change: `path: old -> new (reason)`.

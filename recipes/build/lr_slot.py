@@ -114,9 +114,9 @@ class ScheduleLR(LRScheduler):
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
         if "schedule" in state_dict:
-            self._tell_change(build(**state_dict["schedule"]))
+            self._log_changes(build(**state_dict["schedule"]))
 
-    def _tell_change(self, before: Schedule) -> None:
+    def _log_changes(self, before: Schedule) -> None:
         step = self.last_epoch
         changed = next((s for s in range(step) if before.lr(s) != self.schedule.lr(s)), None)
         if changed is not None:

@@ -31,12 +31,12 @@ def qwen25(plan: Plan) -> run.Config[llm.Qwen2Model]:
 
 
 def recompute(model: run.Config[llm.Qwen2Model]) -> None:
-    """Selective recompute: attention's inner part a second time in the backward pass, instead of kept."""
+    """Selective recompute: core attention is computed again in the backward pass instead of being kept."""
     model.config.recompute_granularity = "selective"
 
 
 def interleaved(model: run.Config[llm.Qwen2Model]) -> None:
-    """How stages talk with virtual stages: one message at a time, behind the computation (training/gates.py)."""
+    """With virtual stages: one message at a time, overlapped with the computation (training/gates.py says why)."""
     model.config.overlap_p2p_comm = True
     model.config.batch_p2p_comm = False
 
@@ -48,4 +48,4 @@ def on_cpu(model: run.Config[llm.Qwen2Model]) -> None:
     model.config.masked_softmax_fusion = False
     model.config.gradient_accumulation_fusion = False
     model.config.cross_entropy_loss_fusion = False
-    model.config.deallocate_pipeline_outputs = False  # Gloo still reads what is being sent; a GPU's stream has order
+    model.config.deallocate_pipeline_outputs = False  # Gloo may still be reading what was sent

@@ -18,6 +18,6 @@ def adamw(plan: Plan) -> run.Config[MegatronOptimizerModule]:
 
 
 def on_cpu(optim: run.Config[MegatronOptimizerModule]) -> None:
-    """fp32 without the distributed optimizer, which cannot resume without TE or Apex (shared fact, tested)."""
+    """fp32 without the distributed optimizer, whose state cannot be restored without Transformer Engine or Apex."""
     optim.config.bf16 = False
     optim.config.use_distributed_optimizer = False

@@ -26,7 +26,7 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
     strategy.virtual_pipeline_model_parallel_size = plan.virtual_pipeline
     strategy.context_parallel_size = plan.context_parallel
     strategy.sequence_parallel = plan.sequence_parallel
-    strategy.pipeline_dtype = torch.bfloat16  # of what stages send each other; unused with one stage
+    strategy.pipeline_dtype = torch.bfloat16  # dtype of what pipeline stages send each other
     strategy.replace_progress_bar = False
     base.enable_progress_bar = False
     base.enable_model_summary = False
@@ -41,7 +41,7 @@ def megatron(plan: Plan, base: run.Config[nl.Trainer]) -> run.Config[nl.Trainer]
 
 
 def overlap(trainer: run.Config[nl.Trainer]) -> None:
-    """The distributed optimizer's communication while gradients are still computed, and while weights are used."""
+    """Overlap the distributed optimizer's communication with the forward and backward pass."""
     trainer.strategy.ddp = run.Config(
         DistributedDataParallelConfig,
         check_for_nan_in_grad=True,

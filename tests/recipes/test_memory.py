@@ -61,11 +61,11 @@ def test_measured_peaks(plan: Plan, path: memory.Path, gib: float) -> None:
 def test_profiles_take_their_share(profile: str, card: float) -> None:
     dual = registry.resolve("qwen25_500m_dual").plan
     plan, reasons = memory.fit(dual, profile, card)
-    used = memory.estimate(plan).card_gib / card
+    used = memory.estimate(plan).gpu_gib / card
     assert used <= memory.PROFILES[profile]
     one_more = dataclasses.replace(plan, micro_batch_size=plan.micro_batch_size + 1)
-    fuller = memory.estimate(one_more).card_gib / card > memory.PROFILES[profile]
-    assert fuller or plan.micro_batch_size == memory.MOST
+    fuller = memory.estimate(one_more).gpu_gib / card > memory.PROFILES[profile]
+    assert fuller or plan.micro_batch_size == memory.LARGEST_MICRO_BATCH
     assert plan.global_batch_size % (plan.micro_batch_size * plan.data_parallel) == 0
     assert 0.6 <= plan.tokens_per_step / memory.TOKENS_PER_STEP[profile] <= 1.5
     assert all("data." in line or "profile" in line for line in reasons) and len(reasons) == 4
@@ -75,7 +75,7 @@ def test_the_recipes_are_sized_for_80_gib() -> None:
     for name in ("qwen25_500m_dual", "qwen25_500m_dual_conservative", "qwen25_500m_dual_aggressive"):
         plan = registry.resolve(name).plan
         assert plan.memory_profile is not None
-        assert memory.fit(plan, plan.memory_profile, memory.CARD_GIB)[0] == plan, name
+        assert memory.fit(plan, plan.memory_profile, memory.ASSUMED_GPU_GIB)[0] == plan, name
 
 
 def test_what_cannot_fit_is_refused_with_its_parts() -> None:
