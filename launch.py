@@ -99,10 +99,46 @@ def train(
     from common.spec import RunSpec
     from launcher.launch import launch
 
-    flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
-    words = [f"{path}={number}" for path, number in flags if number is not None] + (overrides or [])
-    spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=tuple(words))
+    words = tuple(_rank_words(devices, nodes) + (overrides or []))
+    spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=words)
     raise typer.Exit(launch(replace(spec, memory_profile=memory_profile, resume=resume, dryrun=dryrun)))
+
+
+@app.command(rich_help_panel=TRAIN)
+def resume(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run: NAME or runs/NAME.")],
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[PATH=VALUE]...", help="What to change (trainer.max_steps=800).")
+    ] = None,
+    executor: Annotated[Optional[str], typer.Option(metavar="WHERE", help="Default: as the run was started.")] = None,
+    devices: Annotated[Optional[int], typer.Option(metavar="N", help="Ranks per node (--devices 4).")] = None,
+    nodes: Annotated[Optional[int], typer.Option(metavar="N", help="Nodes (--nodes 2).")] = None,
+    env: Annotated[Optional[str], typer.Option(metavar="SETS", help="Default: as the run was started.")] = None,
+    cluster: Annotated[Optional[str], typer.Option(metavar="FILE", help="Default: as the run was started.")] = None,
+    dryrun: Annotated[bool, typer.Option("--dryrun", help="Check and print the configuration; train nothing.")] = False,
+) -> None:
+    """Continue a run from its newest complete checkpoint, as it was started, with the changes given."""
+    from common.rundir import find_run
+    from common.spec import RunSpec
+    from launcher.launch import launch
+
+    folder = find_run(run)
+    spec = RunSpec(
+        recipe=folder.spec().recipe,
+        executor=executor,
+        cluster=cluster,
+        env=env,
+        name=folder.name,
+        resume=True,
+        dryrun=dryrun,
+        overrides=tuple(_rank_words(devices, nodes) + (overrides or [])),
+    )
+    raise typer.Exit(launch(spec))
+
+
+def _rank_words(devices: int | None, nodes: int | None) -> list[str]:
+    flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
+    return [f"{path}={number}" for path, number in flags if number is not None]
 
 
 @app.command(rich_help_panel=BEFORE)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common.commands import launch_command
 from common.environment.merge import Setting
 from common.errors import UserError
 from common.spec import RunSpec
@@ -127,7 +128,7 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     Raises:
         UserError: a name that is a path, an explicit name in use, or --resume where nothing can be resumed.
     """
-    name = spec.name or spec.recipe
+    name = spec.name or spec.recipe.rpartition(":")[2]  # FILE.py:function takes the function's name
     if Path(name).name != name or name in (".", "..") or not name.strip():
         raise UserError(
             f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
@@ -143,7 +144,7 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
             found=f"{len(run.attempts)} attempt(s), {len(run.whole_checkpoints())} checkpoint(s)",
             do="--name ANOTHER for a new run, or "
             + (
-                f"--resume --name {name} to go on"
+                f"`{launch_command('resume', name)}` to continue it"
                 if run.whole_checkpoints()
                 else f"delete {run.path}: it has no checkpoint"
             ),

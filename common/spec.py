@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from dataclasses import dataclass
+
+from common.commands import launch_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class RunSpec:
         memory_profile: share of each GPU's memory to fit the batch to (recipes/memory.py); None takes the recipe's.
         process_group_backend: what the environment set asks for (`gloo`); None leaves it to the recipe.
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
-        resume: go on from the newest whole checkpoint of that run.
+        resume: continue from the newest complete checkpoint of that run, whose recorded spec stands where this one
+            says nothing else.
         dryrun: resolve, check, write and print, but do not train.
         overrides: NeMo-Run `path=value` words, applied in order.
         attempt: which attempt at this run it is, from 1; set by the launcher.
@@ -48,9 +50,5 @@ class RunSpec:
 
     @property
     def resume_command(self) -> str:
-        """What to type to go on after a stop."""
-        words = ["python", "launch.py", "--recipe", self.recipe]
-        options = [("--executor", self.executor), ("--cluster", self.cluster), ("--env", self.env)]
-        options.append(("--memory-profile", self.memory_profile))
-        words += [word for option, value in options if value for word in (option, value)]
-        return shlex.join([*words, "--name", self.name or self.recipe, "--resume", *self.overrides])
+        """What to type to continue after a stop; the run directory has recorded the rest."""
+        return launch_command("resume", self.name or self.recipe)

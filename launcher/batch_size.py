@@ -9,7 +9,7 @@ import logging
 from common import machine_facts
 from common.rundir import RunDir
 from recipes import memory
-from recipes.overrides import Override, parse
+from recipes.overrides import Override
 from recipes.plan import Plan
 from recipes.resolve import Resolved
 
@@ -26,14 +26,15 @@ def fit(resolved: Resolved, folder: RunDir, *, ask_gpus: bool) -> Resolved:
     Args:
         ask_gpus: this machine trains, so that the size of its GPUs decides.
     """
-    given = resolved.is_overridden(*BATCH)
-    if resolved.spec.resume and not given and folder.spec_file.is_file():
-        kept = [override for override in parse(folder.spec().overrides) if override.path in BATCH]
-        for override in kept:
-            log.info("%s (as this run began)", override)
-        return _fit_replicas(resolved.with_overrides(*kept))
     plan = resolved.plan
-    if plan.memory_profile and not given:
+    if resolved.spec.resume:
+        recorded = folder.spec().overrides
+        batch = [override for override in resolved.overrides if override.path in BATCH]
+        for override in batch:
+            log.info("%s (%s)", override, "as this run began" if str(override) in recorded else "changed")
+        own = any(one.path == "data.micro_batch_size" and str(one) not in recorded for one in batch)
+        return resolved if own else _fit_replicas(resolved)
+    if plan.memory_profile and not resolved.is_overridden(*BATCH):
         return _fit_profile(resolved, ask_gpus)
     if resolved.is_overridden("data.micro_batch_size"):
         return resolved  # preflight says what is wrong with it

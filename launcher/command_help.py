@@ -9,6 +9,7 @@ import typer.core
 EXAMPLES = """\
   python launch.py --recipe qwen25_500m_single
   python launch.py --recipe qwen25_500m_cpt --name mine trainer.max_steps=500
+  python launch.py resume mine [PATH=VALUE]...                 # continue it; changes are shown
 """
 PANELS = ("Before training", "While it runs", "Afterwards", "This machine")
 

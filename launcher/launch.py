@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from launcher import batch_size, build, executors
 from launcher.executors import HERE, Job
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
-from recipes.resolve import Resolved, resolve
+from recipes.resolve import Resolved, changes, continue_run, resolve
 from training.distributed import rank_env as place
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def launch(spec: RunSpec) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
-    resolved = _choose_executor(resolve(spec))
+    folder = rundir.choose(spec)
+    resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor in HERE
-    cluster = _load_cluster(spec)
-    folder = rundir.choose(spec)
+    cluster = _load_cluster(resolved.spec)
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
     resolved = batch_size.fit(resolved, folder, ask_gpus=trains_here)
@@ -66,6 +67,15 @@ def launch(spec: RunSpec) -> int:
             _draw_learning_rate(built.partial, folder)
             stdout.write(text)
     return submit(_job(resolved, built, folder, settings, cluster))
+
+
+def _with_recorded(spec: RunSpec, folder: RunDir) -> RunSpec:
+    """What a resumed run was started with, and what the user asks for now; each changed number is logged."""
+    recorded = folder.spec()
+    continued = continue_run(recorded, dataclasses.replace(spec, name=folder.name))
+    for line in changes(resolve(recorded).plan, resolve(continued).plan):
+        log.info("resume with a change: %s", line)
+    return continued
 
 
 def _choose_executor(resolved: Resolved) -> Resolved:

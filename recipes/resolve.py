@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from common.commands import launch_command
+from common.errors import UserError
 from common.spec import RunSpec
 from recipes import overrides, registry
 from recipes.overrides import Override
@@ -47,6 +49,39 @@ def resolve(spec: RunSpec) -> Resolved:
         UserError: an unknown recipe or profile, a word that is no override, or a value of the wrong type.
     """
     return _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+
+
+def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
+    """The spec of a resumed run: what was recorded at its last start, with what the user asks for now.
+
+    Raises:
+        UserError: another recipe than the run was started with, or a word that is no override.
+    """
+    if asked.recipe != recorded.recipe:
+        raise UserError(
+            f"run {asked.name} was started with another recipe",
+            expected=f"--recipe {recorded.recipe}",
+            found=f"--recipe {asked.recipe}",
+            do=launch_command("resume", str(asked.name)),
+        )
+    new = overrides.parse(asked.overrides)
+    replaced = {override.path for override in new if override.operator == "="}
+    kept = [str(old) for old in overrides.parse(recorded.overrides) if old.path not in replaced]
+    same_machine = recorded.executor in ("direct", "local")  # chosen by the number of ranks, which may be another now
+    return dataclasses.replace(
+        asked,
+        executor=asked.executor or (None if same_machine else recorded.executor),
+        cluster=asked.cluster or recorded.cluster,
+        env=asked.env or recorded.env,
+        memory_profile=asked.memory_profile or recorded.memory_profile,
+        overrides=(*kept, *asked.overrides),
+    )
+
+
+def changes(before: Plan, now: Plan) -> list[str]:
+    """One line per number of the plan that differs: `path: old -> new`."""
+    new = now.values()
+    return [f"{path}: {old!r} -> {new[path]!r}" for path, old in before.values().items() if old != new[path]]
 
 
 def _resolved(spec: RunSpec, recipe: Recipe, given: tuple[Override, ...]) -> Resolved:

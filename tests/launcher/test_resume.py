@@ -12,9 +12,11 @@ import yaml
 
 from common.errors import UserError
 from common.rundir import RunDir
-from launcher import resume
+from common.spec import RunSpec
+from launcher import batch_size, resume
 from recipes import registry
 from recipes.plan import Plan
+from recipes.resolve import changes, continue_run, resolve
 
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "config" / "qwen25_tiny.yaml"
 
@@ -87,3 +89,42 @@ def test_a_corpus_prepared_again_is_noticed(sample: Path, tmp_path: Path) -> Non
     now["c"]["splits"]["train"]["bin_sha256"] = "0" * 64
     with pytest.raises(UserError, match="prepared again"):
         resume.check_data(run, now)
+
+
+def test_a_resumed_run_stands_on_its_recorded_words() -> None:
+    """What is asked for now replaces the recorded word of the same path; everything else stays as it was."""
+    recorded = RunSpec(
+        recipe="qwen25_tiny",
+        executor="slurm",
+        cluster="site.yaml",
+        env="cpu+dev",
+        overrides=("optim.lr_scheduler.kind=wsd", "trainer.max_steps=100", "data.micro_batch_size=2"),
+    )
+    asked = RunSpec(recipe="qwen25_tiny", name="r", resume=True, overrides=("trainer.max_steps=200",))
+    found = continue_run(recorded, asked)
+    assert found.overrides == ("optim.lr_scheduler.kind=wsd", "data.micro_batch_size=2", "trainer.max_steps=200")
+    assert (found.executor, found.cluster, found.env, found.name) == ("slurm", "site.yaml", "cpu+dev", "r")
+    doubled = continue_run(recorded, dataclasses.replace(asked, overrides=("trainer.max_steps*=2",)))
+    assert resolve(doubled).plan.max_steps == 200
+    shown = changes(resolve(recorded).plan, resolve(doubled).plan)
+    assert shown == ["trainer.max_steps: 100 -> 200"]
+    local = dataclasses.replace(recorded, executor="local")
+    assert continue_run(local, asked).executor is None  # the number of ranks may be another now
+    with pytest.raises(UserError, match="another recipe"):
+        continue_run(recorded, dataclasses.replace(asked, recipe="qwen25_500m"))
+
+
+def test_a_resumed_batch_is_the_recorded_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The recorded batch in smaller pieces where more replicas share it; a number of the user's own stays."""
+    run = RunDir("r", tmp_path)
+    run.path.mkdir()
+    began = RunSpec(recipe="qwen25_500m_dual", overrides=("data.micro_batch_size=3", "data.global_batch_size=126"))
+    run.spec_file.write_text(began.to_json())
+    for words, expected in (
+        ((), 3),
+        (("trainer.devices=9",), 2),  # 14 samples per replica, which 3 does not divide
+        (("trainer.devices=9", "data.micro_batch_size=5"), 5),  # preflight refuses it
+    ):
+        asked = RunSpec(recipe="qwen25_500m_dual", name="r", resume=True, overrides=words)
+        resolved = resolve(continue_run(began, asked))
+        assert batch_size.fit(resolved, run, ask_gpus=True).plan.micro_batch_size == expected

@@ -121,15 +121,6 @@ def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     assert _fitted(own, run) == own
     fuller = _fitted(dataclasses.replace(spec, memory_profile="aggressive"), run)
     assert fuller.overrides == _fitted(RunSpec(recipe="qwen25_500m_dual_aggressive"), run).overrides
-    run.path.mkdir()
-    run.spec_file.write_text(fitted.to_json())
-    again = dataclasses.replace(spec, resume=True)
-    monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards[:1], cards[:1]))
-    assert _fitted(again, run).overrides == fitted.overrides
-    more = dataclasses.replace(again, overrides=("trainer.devices=6",))  # 126 / 6 = 21 = 7 x 3
-    assert _fitted(more, run).overrides == ("trainer.devices=6", *fitted.overrides)
-    more = dataclasses.replace(again, overrides=("trainer.devices=9",))  # 14 a replica, which 3 does not divide
-    assert _fitted(more, run).overrides[-1] == "data.micro_batch_size=2"
 
 
 def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -76,13 +76,13 @@ def test_ctrl_c_saves_and_says_how_to_resume(sample: Path, tmp_path: Path) -> No
             break
     rest = run.stderr.read()
     assert run.wait() == 130, rest
-    assert "--name stopped --resume" in rest
+    assert "launch.py resume stopped" in rest
     steps = [p.name for p in (tmp_path / "runs/stopped/checkpoints").glob("step-*")]
     assert len(steps) == 1
-    done = subprocess.run(
-        [*command, "--resume", *paths, "trainer.max_steps=8"], cwd=tmp_path, capture_output=True, text=True
-    )
+    resume = [sys.executable, str(ROOT / "launch.py"), "resume", "stopped", "trainer.max_steps=8"]
+    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert "resume with a change: trainer.max_steps: 400 -> 8" in done.stderr
     assert f"from runs/stopped/checkpoints/{steps[0]}" in done.stderr
     ours = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) |  ( expected|   found|do this): ")
     assert [line for line in done.stderr.splitlines() if not ours.match(line)] == []  # nothing of any library

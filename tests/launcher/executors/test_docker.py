@@ -177,7 +177,7 @@ def test_ctrl_c_saves(dockerd: dict[str, str], image: str, checkout: Path, sampl
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=120) == 130, (tmp_path / "said").read_text()
     assert len(list((checkout / "runs/stopped/checkpoints").glob("step-*"))) == 1
-    assert "--name stopped --resume" in (tmp_path / "said").read_text()
+    assert "launch.py resume stopped" in (tmp_path / "said").read_text()
 
 
 def test_what_is_missing_is_said(dockerd: dict[str, str], checkout: Path, sample: Path) -> None:

@@ -7,12 +7,13 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from common import rank_states
-from tests.training.distributed.test_parallel import TOLERANCE, command, losses, rows
+from tests.training.distributed.test_parallel import ROOT, TOLERANCE, command, losses, rows
 
 STEPS = ("trainer.max_steps=10",)
 MPIRUN = ("--executor", "mpirun", "--devices", "2")
@@ -81,8 +82,8 @@ def test_hostfile_ctrl_c_and_resume(folder: Path, sample: Path) -> None:
             break
     rest = stopped.stderr.read()
     assert stopped.wait() == 130, rest
-    assert "--executor mpirun --cluster cluster.yaml --name stopped --resume" in rest
-    again = command(sample, "stopped", *STEPS, *words, "--resume")
+    assert "launch.py resume stopped" in rest
+    again = [sys.executable, str(ROOT / "launch.py"), "resume", "stopped", *STEPS]
     done = subprocess.run(again, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     expected = losses(rows(folder, "single"))

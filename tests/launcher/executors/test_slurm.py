@@ -59,7 +59,7 @@ def test_two_nodes_train_and_a_second_job_is_refused(slurm: Slurm, sample: Path,
     assert done.returncode == 0, done.stderr
     run, job = tmp_path / "runs" / "two", _job_id(done.stderr)
     assert sorted(_losses(run)) == [1, 2, 3, 4]
-    assert f"scancel {job}" in done.stderr and "step 4/4" in done.stderr and "--name two --resume" in done.stderr
+    assert f"scancel {job}" in done.stderr and "step 4/4" in done.stderr and "launch.py resume two" in done.stderr
     assert {path.name for path in (run / "logs/attempt-1").glob("rank-*.log")} == {"rank-0.log", "rank-1.log"}
     shown = slurm("scontrol", "--oneliner", "show", "job", job)
     assert "NumNodes=2" in shown and "NumTasks=2" in shown and "JobState=COMPLETED" in shown
