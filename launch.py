@@ -67,6 +67,10 @@ def train(
     dryrun: Annotated[
         bool, typer.Option("--dryrun", help="Check, and print the configuration as YAML; train nothing.")
     ] = False,
+    runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of the run directories; default: runs.")] = "runs",
+    no_gates: Annotated[
+        bool, typer.Option("--no-gates", help="Leave the truth gates out (docs/truth.md); the passport says so.")
+    ] = False,
     devices: Annotated[
         Optional[int], typer.Option(metavar="N", help="Ranks per node; default: the recipe's (--devices 2).")
     ] = None,
@@ -101,7 +105,8 @@ def train(
 
     words = tuple(_rank_words(devices, nodes) + (overrides or []))
     spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=words)
-    raise typer.Exit(launch(replace(spec, memory_profile=memory_profile, resume=resume, dryrun=dryrun)))
+    spec = replace(spec, memory_profile=memory_profile, runs=runs, gates=not no_gates)
+    raise typer.Exit(launch(replace(spec, resume=resume, dryrun=dryrun)))
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -129,6 +134,7 @@ def resume(
         cluster=cluster,
         env=env,
         name=folder.name,
+        runs=str(folder.path.parent),
         resume=True,
         dryrun=dryrun,
         overrides=tuple(_rank_words(devices, nodes) + (overrides or [])),
@@ -139,6 +145,18 @@ def resume(
 def _rank_words(devices: int | None, nodes: int | None) -> list[str]:
     flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
     return [f"{path}={number}" for path, number in flags if number is not None]
+
+
+@app.command(rich_help_panel=BEFORE)
+def paths(
+    recipe: Annotated[str, typer.Argument(help="A name from `recipes`, or FILE.py:function.")],
+    pattern: Annotated[str, typer.Argument(help="Show the paths that contain this text (lr_scheduler).")] = "",
+) -> None:
+    """List every path=value that a recipe takes."""
+    from launcher.paths import list_paths
+
+    for line in list_paths(recipe, pattern):
+        print(line)
 
 
 @app.command(rich_help_panel=BEFORE)

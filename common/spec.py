@@ -20,6 +20,8 @@ class RunSpec:
         env: an environment set of common/environment/merge.py; None takes the recipe's.
         memory_profile: share of each GPU's memory to fit the batch to (recipes/memory.py); None takes the recipe's.
         process_group_backend: what the environment set asks for (`gloo`); None leaves it to the recipe.
+        runs: the folder that holds the run directories.
+        gates: check before step 1 that the run trains what its recipe says (training/gates.py).
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
         resume: continue from the newest complete checkpoint of that run, whose recorded spec stands where this one
             says nothing else.
@@ -34,6 +36,8 @@ class RunSpec:
     env: str | None = None
     memory_profile: str | None = None
     process_group_backend: str | None = None
+    runs: str = "runs"
+    gates: bool = True
     name: str | None = None
     resume: bool = False
     dryrun: bool = False
@@ -51,4 +55,5 @@ class RunSpec:
     @property
     def resume_command(self) -> str:
         """What to type to continue after a stop; the run directory has recorded the rest."""
-        return launch_command("resume", self.name or self.recipe)
+        run = self.name or self.recipe
+        return launch_command("resume", run if self.runs == "runs" else f"{self.runs}/{run}")

@@ -52,8 +52,21 @@ def build(resolved: Resolved, folder: RunDir, *, adapt_to_machine: bool) -> Buil
     lines += [f"environment: {line}" for line in collectives.adapt(partial, plan)]
     lines += [f"override {line}" for line in apply_to_recipe(partial, resolved.overrides, recipe.plan)]
     collectives.check(partial)
+    if not resolved.spec.gates:
+        lines.append(leave_gates_out(partial))
     set_run_directory(partial, folder, resolved.spec.attempt)
     return Built(partial, plan.as_resolved(partial), tuple(lines))
+
+
+def leave_gates_out(partial: run.Partial) -> str:
+    """Take the truth gates from the callbacks (--no-gates); returns the line that says so."""
+    import fiddle
+
+    from training.gates import TruthGates
+
+    callbacks = partial.trainer.callbacks
+    partial.trainer.callbacks = [one for one in callbacks if fiddle.get_callable(one) is not TruthGates]
+    return "--no-gates: nothing checks that the run trains what its recipe says, and its passport will say so"
 
 
 def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from common import logs, rundir
@@ -43,7 +44,7 @@ def launch(spec: RunSpec) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
-    folder = rundir.choose(spec)
+    folder = rundir.choose(spec, Path(spec.runs))
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor in HERE
@@ -53,20 +54,23 @@ def launch(spec: RunSpec) -> int:
     resolved = batch_size.fit(resolved, folder, ask_gpus=trains_here)
     resolved = resolved.with_spec(name=folder.name, attempt=len(folder.attempts) + 1)
     _log_run(resolved, folder, settings)
-    if not _preflight(resolved.plan, folder, resolved.spec, cluster) and not spec.dryrun:
+    fit_to_start = _preflight(resolved.plan, folder, resolved.spec, cluster)
+    if not fit_to_start and not spec.dryrun:
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
         built = build.build(resolved, folder, adapt_to_machine=trains_here)
         for line in built.lines:
             log.info("%s", line)
         changed = built.plan != resolved.plan  # by the body of the recipe's function
-        if changed and not _preflight(built.plan, folder, resolved.spec, cluster) and not spec.dryrun:
+        fit_to_start = fit_to_start and not (changed and not _preflight(built.plan, folder, resolved.spec, cluster))
+        if not fit_to_start and not spec.dryrun:
             return EXIT_PREFLIGHT
         text = _write(resolved.spec, built, folder, settings)
         if spec.dryrun:
             _draw_learning_rate(built.partial, folder)
             stdout.write(text)
-    return submit(_job(resolved, built, folder, settings, cluster))
+    code = submit(_job(resolved, built, folder, settings, cluster))
+    return code if fit_to_start else EXIT_PREFLIGHT
 
 
 def _with_recorded(spec: RunSpec, folder: RunDir) -> RunSpec:
@@ -123,8 +127,6 @@ def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Settin
 def _load_cluster(spec: RunSpec) -> Cluster | None:
     if spec.cluster is None:
         return None
-    from pathlib import Path
-
     from launcher import cluster_file
 
     return cluster_file.load(Path(spec.cluster))

@@ -9,6 +9,7 @@ with the nearest name that exists.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import operator
@@ -32,6 +33,16 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# paths that the launcher sets, and how to say what a user may mean by them
+_OWNED = {
+    "log.explicit_log_dir": "--runs DIR puts all runs, with their logs, into another folder",
+    "log.ckpt.dirpath": "--runs DIR puts all runs, with their checkpoints, into another folder",
+    "log.tensorboard.save_dir": "--runs DIR puts all runs, with their TensorBoard files, into another folder",
+    "resume.resume_from_path": "python launch.py resume RUN",
+    "trainer.callbacks": "trainer.callbacks+=[...] adds callbacks; --no-gates leaves the truth gates out",
+}
+
+
 @dataclass(frozen=True)
 class Override:
     """One word of the command line: `path`, an operator such as `=` or `*=`, and the text of the value."""
@@ -45,12 +56,13 @@ class Override:
 
 
 def parse(words: Iterable[str]) -> tuple[Override, ...]:
-    """The words as overrides, in their order.
+    """The words as overrides, in their order; the last part of a path is enough where only one path ends so.
 
     Raises:
-        UserError: a word is not of the form path=value.
+        UserError: a word is not of the form path=value, its last part alone is ambiguous, or the launcher sets that
+            path itself.
     """
-    return tuple(_parse(word) for word in words)
+    return tuple(_complete(_parse(word)) for word in words)
 
 
 def _parse(word: str) -> Override:
@@ -63,6 +75,28 @@ def _parse(word: str) -> Override:
             do="python launch.py --help shows the options; an option starts with --",
         )
     return Override(match["path"], match["operator"], match["text"])
+
+
+def _complete(override: Override) -> Override:
+    """`max_steps=50` as `trainer.max_steps=50`."""
+    if override.path in _OWNED and override.operator == "=":
+        raise UserError(
+            f"{override.path} is set by the launcher",
+            expected="a path of the recipe's own",
+            found=str(override),
+            do=_OWNED[override.path],
+        )
+    if "." in override.path or override.path in PATHS:
+        return override
+    ends = [path for path in PATHS if path.rpartition(".")[2] == override.path]
+    if len(ends) > 1:
+        raise UserError(
+            f"{override.path!r} is the last part of several paths",
+            expected="one of " + ", ".join(ends),
+            found=repr(str(override)),
+            do=f"{ends[0]}{override.operator}{override.text}",
+        )
+    return dataclasses.replace(override, path=ends[0]) if ends else override
 
 
 def apply_to_plan(plan: Plan, overrides: Iterable[Override]) -> Plan:
@@ -180,14 +214,14 @@ def _find(recipe: Any, path: str) -> tuple[Any, str]:
 
 
 def _check(owner: Any, name: str, seen: str, path: str) -> None:
-    known = _names(owner)
+    known = names_of(owner)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         rest = path[len(seen + name) :]
         raise _unknown(path, seen + name, [seen + other + rest for other in near])
 
 
-def _names(owner: Any) -> list[str]:
+def names_of(owner: Any) -> list[str]:
     """Every argument the config's class really takes: signatures along its MRO, and what is set already."""
     target = owner.__fn_or_cls__
     kinds = target.__mro__ if inspect.isclass(target) else ()
@@ -215,7 +249,7 @@ def _unknown(path: str, broken: str, near: list[str]) -> UserError:
         f"unknown override path {path!r}",
         expected="a path of the recipe" + (f", such as {' or '.join(near)}" if near else ""),
         found=f"{broken!r} does not exist",
-        do=f"did you mean {near[0]}=...?" if near else "--dryrun prints every path there is",
+        do=f"did you mean {near[0]}=...?" if near else "python launch.py paths RECIPE lists every path there is",
     )
 
 

@@ -74,6 +74,7 @@ def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
         cluster=asked.cluster or recorded.cluster,
         env=asked.env or recorded.env,
         memory_profile=asked.memory_profile or recorded.memory_profile,
+        gates=asked.gates and recorded.gates,
         overrides=(*kept, *asked.overrides),
     )
 

@@ -4,9 +4,10 @@
 
 import logging
 from dataclasses import asdict
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -98,7 +99,7 @@ class ScheduleLR(LRScheduler):
         self.factors = [_factor(group, schedule.max_lr) for group in optimizer.param_groups]
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Union[float, Tensor]]:
         return [self.schedule.lr(self.last_epoch) * factor for factor in self.factors]
 
     def state_dict(self) -> dict[str, Any]:

@@ -188,3 +188,27 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     _checkpoint(run, 80)
     assert rundir.choose(spec, tmp_path).whole_checkpoints()[-1].name == "step-80"
     assert run.next_attempt.name == "attempt-2"
+
+
+def test_the_last_part_of_a_path_is_enough() -> None:
+    found = overrides.parse(("max_steps=50", "trainer.max_steps*=2", "micro_batch_size=2"))
+    assert [str(one) for one in found] == ["trainer.max_steps=50", "trainer.max_steps*=2", "data.micro_batch_size=2"]
+    assert resolve(RunSpec(recipe="qwen25_tiny", overrides=("max_steps=50",))).plan.max_steps == 50
+    with pytest.raises(UserError, match="several paths") as error:
+        overrides.parse(("seq_length=128",))
+    assert error.value.do == "data.seq_length=128"
+
+
+@pytest.mark.parametrize(
+    ("word", "do"),
+    (
+        ("log.ckpt.dirpath=/tmp", "--runs DIR"),
+        ("log.explicit_log_dir=/tmp", "--runs DIR"),
+        ("trainer.callbacks=[]", "--no-gates"),
+        ("resume.resume_from_path=/tmp", "launch.py resume"),
+    ),
+)
+def test_what_the_launcher_sets_is_refused_with_the_way_to_say_it(word: str, do: str) -> None:
+    with pytest.raises(UserError, match="set by the launcher") as error:
+        overrides.parse((word,))
+    assert do in error.value.do

@@ -117,8 +117,8 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
         ("trainer.strategy.gradient_as_bucket_view=True", ""),  # stock NeMo swallows it
         ("trainer.strategy.tensor_parallel=2", "tensor_model_parallel_size"),
         ("modle.config.num_layers=8", "did you mean model.config.num_layers=...?"),
-        ("model.config.num_layers.x=8", "--dryrun prints"),
-        ("trainer.callbacks[7].x=3", "--dryrun prints"),
+        ("model.config.num_layers.x=8", "launch.py paths"),
+        ("trainer.callbacks[7].x=3", "launch.py paths"),
         ("data.micro_batch_size=two", "value of that type"),
         ("data.eod_mask_loss=maybe", "value of that type"),
     ),
