@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fiddle
 import pytest
 
 from common.errors import UserError
@@ -132,12 +133,16 @@ def test_wrong_overrides(word: str, hint: str, partials: dict[str, Any]) -> None
 
 
 def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
-    """As a user runs it: YAML on standard output, everything else on standard error, files written."""
+    """As a user runs it: YAML on standard output, everything else on standard error, files written.
+
+    This machine has no corpus there (and maybe no GPU): preflight says so, and the exit code is preflight's.
+    """
     import yaml
 
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_single", "--dryrun"]
     done = subprocess.run([*command, "trainer.max_steps=150"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 3, done.stderr
+    assert "no prepared corpus in corpora/mine" in done.stderr
     config = yaml.safe_load(done.stdout)
     assert config["trainer"]["max_steps"] == 150
     assert config["model"]["config"]["num_layers"] == 12
@@ -147,6 +152,14 @@ def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
     keys = {row["key"] for row in json.loads((run / "env.json").read_text())}
     assert "NCCL_NVLS_ENABLE" in keys
     assert (run / "command.txt").read_text().rstrip().endswith("trainer.max_steps=150")
+
+
+def test_without_gates_only_the_gates_are_left_out(partials: dict[str, Any]) -> None:
+    recipe = copy.deepcopy(partials["qwen25_tiny"])
+    names = [fiddle.get_callable(one).__name__ for one in recipe.trainer.callbacks]
+    assert "passport" in build.leave_gates_out(recipe)
+    left = [fiddle.get_callable(one).__name__ for one in recipe.trainer.callbacks]
+    assert left == [name for name in names if name != "TruthGates"] != names
 
 
 def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
