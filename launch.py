@@ -123,11 +123,11 @@ def resume(
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Check and print the configuration; train nothing.")] = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint, as it was started, with the changes given."""
-    from common.rundir import find_run
+    from common.rundir import RUNS, RunDir
     from common.spec import RunSpec
     from launcher.launch import launch
 
-    folder = find_run(run)
+    folder = RunDir.at(run) if "/" in run else RunDir.at(RUNS / run)
     spec = RunSpec(
         recipe=folder.spec().recipe,
         executor=executor,

@@ -17,7 +17,7 @@ def _runs() -> list[tuple[str, str]]:
     found: dict[str, str] = {}
     for page, arguments in commands("python launch.py "):
         words = shlex.split(arguments)
-        if words[0].startswith("--") and words[words.index("--recipe") + 1] not in PLACEHOLDERS:
+        if "--recipe" in words and words[words.index("--recipe") + 1] not in PLACEHOLDERS:
             found.setdefault(arguments, page)
     return [(page, arguments) for arguments, page in sorted(found.items())]
 
