@@ -1,1 +1,1 @@
-"""What every other package may import: errors, run directory, logs, machine facts. No torch, no NeMo."""
+"""What every other room imports: errors, run directory, logs, machine facts. Imports neither torch nor NeMo."""

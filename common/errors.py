@@ -1,4 +1,4 @@
-"""The errors a user can cause, each with an exit code and the three facts that end the guessing."""
+"""Typed errors with an exit code, each saying what was expected, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ EXIT_INTERRUPTED = 130
 
 
 class ProjectError(Exception):
-    """A failure that is explained: what was expected, what was found, what to do.
+    """A failure with an explanation.
 
     Args:
-        what: one line that names the failure.
-        expected: the state that would have been fine.
-        found: the state that is there instead, with the value seen.
-        do: the command or the edit that leads on.
+        what: the failure in one line.
+        expected: what would have been correct.
+        found: what is there instead, with its value.
+        do: the command or the edit that solves it.
     """
 
     exit_code = EXIT_RUN
@@ -28,7 +28,7 @@ class ProjectError(Exception):
         self.what, self.expected, self.found, self.do = what, expected, found, do
 
     def explain(self) -> str:
-        """The whole text, also where a library has added to `str(self)`."""
+        """The full text, without what a library may have added to `str(self)`."""
         rows = [("expected", self.expected), ("found", self.found), ("do this", self.do)]
         return "\n".join([self.what, *(f"  {name:>8}: {text}" for name, text in rows if text)])
 
@@ -36,7 +36,7 @@ class ProjectError(Exception):
         return self.explain()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keep the keyword fields when the error crosses a process border."""
+        """Keep the keyword fields when the error is pickled and sent to another process."""
         return _rebuild, (type(self), self.what, self.expected, self.found, self.do)
 
 
@@ -45,18 +45,18 @@ def _rebuild(kind: type[ProjectError], what: str, expected: str, found: str, do:
 
 
 class UserError(ProjectError):
-    """Wrong command line, recipe, override, or input file (exit code 2)."""
+    """A wrong command line, recipe, override or input file (exit code 2)."""
 
     exit_code = EXIT_USER
 
 
 def unknown_name(kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "") -> UserError:
-    """`name` is none of `names`: which there are, and the one that was probably meant.
+    """The error for a name that is not one of `names`; it suggests the most similar one.
 
     Args:
-        kind: what it would be the name of.
-        otherwise: what to do where no name is near.
-        also: what else would be understood.
+        kind: what the name is of, such as "recipe".
+        otherwise: what to do if no name is similar.
+        also: text after the names, for other inputs that are accepted.
     """
     known = list(names)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
@@ -69,10 +69,10 @@ def unknown_name(kind: str, name: str, names: Iterable[str], otherwise: str, als
 
 
 class PreflightError(ProjectError):
-    """The machine or the data cannot carry the run that was asked for (exit code 3)."""
+    """The machine or the data does not allow the requested run (exit code 3)."""
 
     exit_code = EXIT_PREFLIGHT
 
 
 class GateError(ProjectError):
-    """A truth gate is violated: the run would train on something else than was asked for (exit code 1)."""
+    """A check during training failed: the run would train something other than the recipe says (exit code 1)."""

@@ -1,4 +1,4 @@
-"""What became of each rank: runs/NAME/logs/attempt-N/rank-R.json, written by the rank, read by its launcher."""
+"""The last recorded state of each rank: runs/NAME/logs/attempt-N/rank-R.json, written by the rank itself."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
 
 @dataclass(frozen=True, kw_only=True)
 class RankState:
-    """One rank's last word.
+    """The state that a rank has recorded.
 
     Args:
-        state: running (also of a rank that died without a word), done, interrupted or failed.
-        time: unix seconds.
-        error: what a failed rank has to say, whole.
+        state: running (also of a rank that was killed), done, interrupted or failed.
+        error: the full error text of a failed rank.
+        time: Unix time of the record in seconds.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankState:
     time: float = field(default_factory=time.time)
 
     def write(self, logs: Path) -> None:
+        """Write logs/rank-R.json in one step."""
         path = logs / f"rank-{self.rank}.json"
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)) + "\n")
@@ -42,60 +43,64 @@ class RankState:
 
 
 def read(logs: Path) -> list[RankState]:
-    """All ranks that have said anything, in order."""
+    """The states of all ranks that have recorded one, in the order of their ranks."""
     found = [RankState(**json.loads(path.read_text())) for path in logs.glob("rank-*.json")]
     return sorted(found, key=lambda state: state.rank)
 
 
 def first_failure(states: list[RankState]) -> RankState | None:
-    """The rank that failed first: the others fail because it is gone."""
+    """The rank that failed first; the others usually fail because it is gone."""
     failed = [state for state in states if state.state == FAILED]
     return min(failed, key=lambda state: state.time) if failed else None
 
 
-# what a rank says when another one is gone
+# what the error of a rank contains when it failed because another rank is gone
 _LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Timed out waiting",
     "remote process exited",
-    "is killed by signal: Terminated",  # its data worker, by the torchrun that ends the rest
+    "is killed by signal: Terminated",  # its data loader worker, ended by torchrun with the remaining ranks
 )
 
 
 def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None) -> int:
-    """Say what became of a run whose ranks have ended, the first failing rank's own error first.
+    """Log how a run ended whose ranks have all exited: the error of the first failed rank, then the others'.
+
+    Args:
+        logs: the folder of the attempt, with the ranks' states.
+        starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
 
     Returns:
-        the run's exit code: 0, 130 after Ctrl-C, else that rank's.
+        the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.
     """
     known = {state.rank: state for state in read(logs)}
     failure = first_failure(list(known.values()))
-    silent = [rank for rank in range(world_size) if rank not in known or known[rank].state == RUNNING]
-    only_echo = failure is not None and any(text in failure.error for text in _LOST_PEER)
-    if failure is not None and not (silent and only_echo):
+    killed = [rank for rank in range(world_size) if rank not in known or known[rank].state == RUNNING]
+    lost_peer = failure is not None and any(text in failure.error for text in _LOST_PEER)
+    if failure is not None and not (killed and lost_peer):
         log.error("rank %d (%s) failed first:\n%s", failure.rank, failure.host, failure.error)
-        _tell_the_rest(known, failure.rank, logs)
+        _log_later_failures(known, failure.rank, logs)
         return failure.exit_code
-    if silent:
+    if killed:
         log.error(
-            "rank %s ended without a word: killed from outside (out of memory?) or crashed in a library\n%s",
-            ", ".join(map(str, silent)),
-            _tail(starter_log),
+            "rank %s ended without an error message: killed from outside (out of memory?) or crashed in a library\n%s",
+            ", ".join(map(str, killed)),
+            _read_last_lines(starter_log),
         )
-        _tell_the_rest(known, None, logs)
+        _log_later_failures(known, None, logs)
         return EXIT_RUN
     return EXIT_INTERRUPTED if any(state.state == INTERRUPTED for state in known.values()) else 0
 
 
-def _tell_the_rest(known: dict[int, RankState], but: int | None, logs: Path) -> None:
+def _log_later_failures(known: dict[int, RankState], first: int | None, logs: Path) -> None:
     for state in known.values():
-        if state.state == FAILED and state.rank != but:
-            log.error("rank %d then: %s", state.rank, state.error.strip().splitlines()[-1])
+        if state.state == FAILED and state.rank != first:
+            log.error("rank %d failed later: %s", state.rank, state.error.strip().splitlines()[-1])
     log.error("logs: %s/rank-*.log", logs)
 
 
-def _tail(path: Path | None, lines: int = 25) -> str:
+def _read_last_lines(path: Path | None, lines: int = 25) -> str:
     if path is None or not path.is_file():
         return ""
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

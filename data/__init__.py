@@ -1,1 +1,1 @@
-"""ON WHAT to train: text files to a prepared corpus, its checks, and the data module."""
+"""ON WHAT to train: text files to a prepared corpus, its checks, blends, and the data module."""

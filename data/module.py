@@ -1,4 +1,4 @@
-"""NeMo's PreTrainingDataModule over a prepared corpus, with the loss mask kept whole."""
+"""NeMo's PreTrainingDataModule over prepared corpora, with the loss mask kept intact."""
 
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
@@ -25,11 +25,11 @@ from data.resolve_blend import resolve_run_blend
 class WholeMaskGPTDataset(GPTDataset):
     """GPTDataset whose end-of-document tokens stay in the loss.
 
-    Megatron-Core 0.12 to 0.14 treats every `label == tokenizer.pad` as padding: it zeroes the cached
-    loss mask in place (so the hole stays for all later samples) and rewrites the tokens to id 0. With
-    Qwen's tokenizers pad is the end-of-document token. Prepared corpora hold no padding, so no id is
-    one: -1. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test:
-    tests/training/test_gates.py, which fails on the stock class.
+    Megatron-Core 0.12 to 0.14 treats every `label == tokenizer.pad` as padding: it zeroes the cached loss mask in
+    place, so that all later samples are masked there too, and rewrites the tokens to id 0. With Qwen's tokenizers the
+    padding token is the end-of-document token. Prepared corpora contain no padding, so the padding id is set to -1,
+    which no token has. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test: tests/training/test_gates.py,
+    which fails on the stock class.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,23 +38,24 @@ class WholeMaskGPTDataset(GPTDataset):
 
 
 class PreparedDataModule(PreTrainingDataModule):
-    """Train, validation and test of a folder written by `launch.py data prepare`.
+    """Train, validation and test data from folders written by `launch.py data prepare`.
 
     Args:
         paths: a prepared folder (its tokenizer and splits are used), or NeMo's own
             `{"train": [...], "validation": [...], "test": [...]}` of .bin/.idx prefixes with weights.
-        tokenizer: needed only with a dict without domains; a folder brings its own. Never falls back to GPT-2's.
-        blend: instead of paths, a description as in data/blend.py, or the YAML file that holds one.
-        replay_share: instead of the blend's own; 0 trains on the new domains alone and still validates all.
-        domains: with a dict of paths, name -> prepared folder in the order of the train prefixes.
-        index_mapping_dir: where Megatron keeps its sample indices, in a folder named by the corpora's content;
-            default: beside the first corpus. Megatron's own cache would survive a corpus that is prepared again.
-        train_steps: lay the sample order out for this many steps, if more than trainer.max_steps: a run that is to
-            be extended over an epoch's end keeps its order only so (Megatron shuffles whole epochs together).
+        tokenizer: needed only for a dict without domains; a folder has its own. Never falls back to GPT-2's.
+        blend: instead of paths, a description as in data/blend.py, or the path of its YAML file.
+        replay_share: replaces the blend's own; 0 trains on the new domains only and still validates all.
+        domains: for a dict of paths, name -> prepared folder, in the order of the train prefixes.
+        index_mapping_dir: where Megatron caches its sample indices, in a folder named after the corpora's content, so
+            that no cache of an earlier preparation is read; default: beside the first corpus.
+        train_steps: plan the sample order for this many steps, if more than trainer.max_steps. A run that will be
+            extended beyond the end of an epoch keeps its order only if this is set from the start (Megatron shuffles
+            all epochs of a run together).
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
-        UserError: the folder is not a prepared corpus, or a dict came without a tokenizer.
+        UserError: the folder is not a prepared corpus, a dict without a tokenizer, or two descriptions of the data.
     """
 
     def __init__(
@@ -104,11 +105,10 @@ class PreparedDataModule(PreTrainingDataModule):
         if tokenizer is None and domains:
             tokenizer = AutoTokenizer(str(Path(next(iter(domains.values()))) / "tokenizer"), use_fast=True)
         if self.domains:
-            key = hashlib.sha256(
-                "".join(m.splits[s].bin_sha256 for m in self.domains.values() for s in SPLITS).encode()
-            )
+            contents = "".join(m.splits[split].bin_sha256 for m in self.domains.values() for split in SPLITS)
             first = Path(next(iter(self.domain_folders.values())))
-            index_mapping_dir = str(Path(index_mapping_dir or first / "index") / key.hexdigest()[:16])
+            cache = Path(index_mapping_dir or first / "index")
+            index_mapping_dir = str(cache / hashlib.sha256(contents.encode()).hexdigest()[:16])
         self.train_steps = train_steps
         if tokenizer is None:
             raise UserError(
@@ -134,7 +134,7 @@ class PreparedDataModule(PreTrainingDataModule):
             index_mapping_dir=index_mapping_dir,
             dataset_cls=dataset_cls,
         )
-        # Without TE, NeMo asks for a seq x seq mask per sample; SDPA is causal by itself.
+        # Without Transformer Engine, NeMo asks for a seq x seq mask per sample, which causal SDPA does not need.
         self.create_attention_mask = reset_attention_mask and not HAVE_TE
 
     def build(
@@ -144,12 +144,12 @@ class PreparedDataModule(PreTrainingDataModule):
         trainer_limit_val_batches: Union[int, float],
         trainer_limit_test_batches: Union[int, float],
     ) -> None:
-        """Training samples for the run; validation is by domain (`validation_sets`), so Lightning's own gets one."""
+        """Build the training samples. Lightning's validation and test get one sample each: see `validation_sets`."""
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
 
     def validation_sets(self) -> dict[str, GPTDataset]:
-        """One pass over the validation split of each domain, in the same order every time."""
+        """A dataset per domain with one pass over its validation split, in the same order every time."""
         config = self.gpt_dataset_config
         sets = {}
         for name, folder in self.domain_folders.items():
@@ -163,14 +163,14 @@ class PreparedDataModule(PreTrainingDataModule):
 
 
 class TokenCount:
-    """Tokens that carried loss in training, in all and by domain (this data-parallel rank)."""
+    """Counts the training tokens of this data-parallel rank that are in the loss, in total and by domain."""
 
     def __init__(self) -> None:
         self.unmasked = 0
         self.by_domain: dict[int, int] = {}
 
     def add(self, batch: dict[str, torch.Tensor]) -> None:
-        """Count a micro batch: loss_mask float32[mbs, seq], and of a blend dataset_id int64[mbs]."""
+        """Count a micro batch: loss_mask float32[mbs, seq], and for a blend dataset_id int64[mbs]."""
         per_sample = batch["loss_mask"].count_nonzero(dim=1).tolist()
         self.unmasked += sum(per_sample)
         domains = batch["dataset_id"].tolist() if "dataset_id" in batch else [0] * len(per_sample)
@@ -182,11 +182,11 @@ TRAINING_TOKENS = TokenCount()
 
 
 class ReadyBatch(dict[str, Optional[torch.Tensor]]):
-    """A batch that `data_step` has counted and moved already: it is handed on as it is."""
+    """A batch that `data_step` has already counted and moved to the GPU; it returns it unchanged."""
 
 
 def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
-    """NeMo's data step, with the unmasked tokens of training batches counted while still on the host.
+    """NeMo's data step, which also counts the unmasked tokens of training batches while they are on the host.
 
     Args:
         dataloader_iter: yields (batch, batch_idx, dataloader_idx); batch holds tokens, labels: int64[mbs, seq],

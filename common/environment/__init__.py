@@ -1,1 +1,1 @@
-"""Environment sets: named tables of environment variables, how they are merged and shown."""
+"""Environment sets: named tables of environment variables, how they are merged, applied and shown."""

@@ -1,7 +1,7 @@
-"""Merge environment sets: base < machine or way < tier < the user's own environment, before torch is imported.
+"""Merge environment sets: base < sets < tier < the user's own environment, before torch is imported.
 
 `--env dual+prod` names layers joined by `+`; a layer with a slash or the ending .env is a file, such as
-`doctor --write` makes. What the shell already sets wins, and is named. docs/environment.md has the verdicts.
+`doctor --write` makes. Variables that the shell sets already keep their values. docs/environment.md explains each one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
 
 
 class Parallelism(Protocol):
-    """What the choice of variables depends on; `recipes.plan.Plan` has these fields."""
+    """The numbers of a run that decide which variables it needs; `recipes.plan.Plan` has them."""
 
     @property
     def accelerator(self) -> str:
@@ -53,10 +53,10 @@ class Parallelism(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable: its value, who set it (a layer's name, or `user`) and why.
+    """One variable: its value, its source (a layer's name, or `user`) and the reason for it.
 
     Args:
-        only_if: the parallelism it needs to be of use, where that is not known yet (no parallelism given).
+        only_if: the parallelism without which the variable has no use; empty if the parallelism is known.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Setting:
 
 
 def parse_layers(name: str) -> list[tuple[str, Table]]:
-    """The layers of `dual+prod`, in the order in which they apply: sets as written, then the tier.
+    """Split `dual+prod` into its layers, in the order in which they apply: base, the sets as written, the tier.
 
     Raises:
         UserError: an unknown layer, two tiers, or a file that cannot be read.
@@ -81,12 +81,14 @@ def parse_layers(name: str) -> list[tuple[str, Table]]:
             found=" and ".join(tiers),
             do=f"--env {name.replace('+' + tiers[-1], '', 1)}",
         )
-    others = [(word, SETS[word] if word in SETS else _file(word)) for word in words if word not in (*TIERS, "base")]
+    others = [
+        (word, SETS[word] if word in SETS else _read_file(word)) for word in words if word not in (*TIERS, "base")
+    ]
     return [("base", BASE), *others, *((tier, TIERS[tier]) for tier in tiers)]
 
 
-def _file(word: str) -> Table:
-    """A layer from a file of `export KEY=value  # reason` lines; nothing in it is executed."""
+def _read_file(word: str) -> Table:
+    """Read a layer from a file of `export KEY=value  # reason` lines, without executing anything in it."""
     if "/" not in word and not word.endswith(".env"):
         also = ", or a FILE.env; joined as in dual+prod"
         raise unknown_name("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
@@ -102,25 +104,25 @@ def _file(word: str) -> Table:
     table: Table = {}
     for number, line in enumerate(lines, start=1):
         if line.strip() and not line.lstrip().startswith("#"):
-            key, value, reason = _read(line.strip(), f"{word}:{number}")
+            key, value, reason = _parse_line(line.strip(), f"{word}:{number}")
             table[key] = (value, reason or f"from {word}")
     return table
 
 
-def _read(line: str, where: str) -> tuple[str, str, str]:
-    """KEY, value and the comment of one shell assignment of a plain value."""
+def _parse_line(line: str, where: str) -> tuple[str, str, str]:
+    """KEY, value and comment of one shell assignment of a plain value."""
     code, _, reason = line.partition(" #")
     match = _LINE.fullmatch(code.strip())
     try:
         lexer = shlex.shlex(match["value"] if match else "", posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
-        words = list(lexer)  # `b;id` is three words, and none of them is run
+        words = list(lexer)  # `b;id` is three words, and so refused
     except ValueError:
         match = None
     if not match or len(words) > 1 or re.search(r"[$`]", match["value"]):
         raise UserError(
             f"cannot read line {where}",
-            expected="export KEY=value, the value plain or quoted (no $, no command)",
+            expected="export KEY=value, the value plain or quoted (without $ and commands)",
             found=repr(line),
             do="correct the line",
         )
@@ -128,7 +130,10 @@ def _read(line: str, where: str) -> tuple[str, str, str]:
 
 
 def resolve_environment(name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
-    """What set `name` comes to in `environ` for a run of this parallelism (not needed to list the set).
+    """Merge the layers of `name` with `environ`, for a run of this parallelism.
+
+    Args:
+        parallelism: None keeps all variables, and names in `only_if` what they need.
 
     Raises:
         UserError: no such set, values that exclude each other, or no usable VCCL library.
@@ -140,21 +145,21 @@ def resolve_environment(name: str, environ: Mapping[str, str], parallelism: Para
             if condition and parallelism is not None and not _holds(condition, parallelism, environ):
                 continue
             if parallelism is not None and source in SETS and source not in VERBATIM:
-                value = _shown(key, value, parallelism)
+                value = _show_more_gpus(key, value, parallelism)
             merged[key] = Setting(key, value, source, reason, condition if parallelism is None else "")
     settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
-    _check({**environ, **{s.key: s.value for s in settings if not s.only_if}})
+    _check_values({**environ, **{s.key: s.value for s in settings if not s.only_if}})
     if any(source in ("vccl", "vccl-ft") for source, _ in parse_layers(name)):
-        settings += [Setting(*row) for row in vccl.settings(environ)]
+        settings += [Setting(*row) for row in vccl.preload_settings(environ)]
     return settings
 
 
 def apply_environment(
     name: str, environ: MutableMapping[str, str], parallelism: Parallelism | None = None
 ) -> list[Setting]:
-    """Put set `name` into `environ`; keys that are there already stay as they are.
+    """Set the variables of `name` in `environ`; variables that are set already keep their values.
 
-    Without `parallelism` a key that needs a certain parallelism is left out. Raises as `resolve_environment` does.
+    Without `parallelism`, variables that need a certain parallelism are left out. Raises as `resolve_environment`.
     """
     settings = [setting for setting in resolve_environment(name, environ, parallelism) if not setting.only_if]
     environ.update({setting.key: setting.value for setting in settings})
@@ -171,8 +176,8 @@ def _holds(condition: str, parallelism: Parallelism, environ: Mapping[str, str])
     }[condition]
 
 
-def _shown(key: str, value: str, parallelism: Parallelism) -> str:
-    """The value; more GPUs where the run has more ranks per node than the set shows."""
+def _show_more_gpus(key: str, value: str, parallelism: Parallelism) -> str:
+    """The value; CUDA_VISIBLE_DEVICES with as many GPUs as the run has ranks per node, if the set has fewer."""
     if (
         key == "CUDA_VISIBLE_DEVICES"
         and parallelism.accelerator == "gpu"
@@ -182,19 +187,19 @@ def _shown(key: str, value: str, parallelism: Parallelism) -> str:
     return value
 
 
-def _check(values: Mapping[str, str]) -> None:
-    """Values that only fail hours later, or silently."""
+def _check_values(values: Mapping[str, str]) -> None:
+    """Refuse values that would fail hours later, or have no effect without any message."""
     timeout = values.get(TIMEOUT_KEY, "600")
     if not re.fullmatch(r"\d{1,6}", timeout) or int(timeout) < 1:
         raise UserError(
-            f"{TIMEOUT_KEY} is not a time",
+            f"{TIMEOUT_KEY} is not a number of seconds",
             expected="whole seconds, 1 or more",
             found=repr(timeout),
             do=f"{TIMEOUT_KEY}=600",
         )
     if values.get(BACKEND_KEY, "nccl") not in ("nccl", "gloo"):
         raise UserError(
-            f"{BACKEND_KEY} is no backend",
+            f"{BACKEND_KEY} is not a backend",
             expected="nccl or gloo",
             found=repr(values[BACKEND_KEY]),
             do=f"unset {BACKEND_KEY}",
@@ -205,11 +210,11 @@ def _check(values: Mapping[str, str]) -> None:
                 "VCCL's two modes exclude each other",
                 expected="NCCL_PASS_SM=1 (--env vccl) or NCCL_ENABLE_FAULT_TOLERANCE=1 (--env vccl-ft)",
                 found="both are 1",
-                do="choose one, and take the other out of your environment",
+                do="choose one, and unset the other in your shell",
             )
         if not values.get("NCCL_IB_HCA"):
             raise UserError(
-                "VCCL's fault tolerance needs the NICs by name",
+                "VCCL's fault tolerance needs the names of the NICs",
                 expected="NCCL_IB_HCA=mlx5_0:1,mlx5_1:1,... (your cluster's; see `ibstat`)",
                 found="NCCL_IB_HCA is not set",
                 do="export NCCL_IB_HCA=..., or NCCL_ENABLE_FAULT_TOLERANCE=0",
@@ -217,15 +222,15 @@ def _check(values: Mapping[str, str]) -> None:
 
 
 def collective_timeout_s(environ: Mapping[str, str]) -> int:
-    """Seconds that a collective waits for a lost rank."""
+    """Seconds after which a collective gives up waiting for another rank."""
     return int(environ.get(TIMEOUT_KEY, BASE[TIMEOUT_KEY][0]))
 
 
 def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]) -> None:
-    """Start this command again if a library must be loaded before all others.
+    """Start this command again if a library has to be loaded before all others; does not return then.
 
-    The dynamic linker reads LD_PRELOAD and LD_LIBRARY_PATH only when a process starts. The new process has the
-    environment that this one started with, and those two. Does not return if it restarts.
+    The dynamic linker reads LD_PRELOAD and LD_LIBRARY_PATH only when a process starts. The new process gets the
+    environment that this one started with, and these two variables.
 
     Args:
         before: the environment as it was before `apply_environment`.
@@ -239,7 +244,7 @@ def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]
 
 
 def export_lines(settings: Sequence[Setting]) -> list[str]:
-    """Shell lines for any other program, safely quoted; what depends on the parallelism is commented out."""
+    """Shell lines that export the settings, safely quoted; those that need a certain parallelism are comments."""
     return [
         ("# " if s.only_if else "")
         + f"export {s.key}={shlex.quote(s.value)}  # {s.source}: {s.reason}"

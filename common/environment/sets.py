@@ -1,8 +1,8 @@
-"""The environment sets: what each sets, and why. Plain tables; common/environment/merge.py merges them.
+"""The environment sets as plain tables: variable -> (value, reason). common/environment/merge.py merges them.
 
-BASE is under every set. SETS are for machines and ways to communicate, TIERS for the care a run needs.
-ONLY_IF names the parallelism that a key needs to be of use. NOT_SET has the verdict on variables that
-circulate in guides and that no set here sets.
+BASE is part of every set. SETS are for kinds of machines and of communication, TIERS for development, rehearsal and
+production. ONLY_IF names the parallelism without which a variable has no use. NOT_SET says why no set has certain
+variables that are recommended elsewhere.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ TIERS: dict[str, Table] = {
     },
 }
 
-# A key is of use only with this parallelism; `official` sets all it documents, whatever the run.
+# The parallelism without which a variable has no use; `official` sets all of its variables for every run.
 ONLY_IF: dict[str, str] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "TP > 1 or CP > 1",
     "NVTE_FWD_LAYERNORM_SM_MARGIN": "DP > 1",
@@ -147,7 +147,7 @@ NOT_SET: dict[str, str] = {
     "WORLD_SIZE": "the executor sets it; left over in a shell it makes one process wait for others",
     "RANK": "the executor sets it, as LOCAL_RANK",
     "LOCAL_RANK": "the executor sets it, as RANK",
-    "NCCL_P2P_DISABLE": "1 is a rung of `doctor`: staging through host memory costs most of the bandwidth",
+    "NCCL_P2P_DISABLE": "`doctor` tries 1: staging through host memory costs most of the bandwidth",
     "NCCL_IB_DISABLE": "1 forces TCP: a diagnostic; without InfiniBand NCCL takes TCP by itself",
     "NCCL_IB_HCA": "your cluster's NICs (`ibstat`); needed by vccl-ft and where a NIC must be left out",
     "NCCL_IB_GID_INDEX": "RoCE before NCCL 2.21: 3 on most; since then NCCL finds it",

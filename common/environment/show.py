@@ -1,4 +1,4 @@
-"""`launch.py env`: list the sets, explain one, or print it for a shell."""
+"""The output of `launch.py env`: the list of sets, one set explained, or its lines for a shell."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def export_shell(name: str, environ: Mapping[str, str]) -> str:
 
 
 def settings_table(name: str | None, environ: Mapping[str, str]) -> Table:
-    """What set `name` comes to here; without a name, every variable with a verdict that is set now."""
+    """The variables of set `name` with their sources; without a name, the known variables that this shell sets."""
     table = Table(title=f"--env {name}" if name else "set in this shell")
     table.add_column("variable", no_wrap=True)
     for column in ("value", "set by", "verdict"):
@@ -34,16 +34,16 @@ def settings_table(name: str | None, environ: Mapping[str, str]) -> Table:
 
 
 def verdict_on(key: str) -> str:
-    """The verdict of NOT_SET, or what each set says of the variable."""
+    """The verdict in NOT_SET, or the reason in each set for the variable."""
     if key in NOT_SET:
         return NOT_SET[key]
     parts = {"base": BASE, **SETS, **TIERS}
-    says = {reason: name for name, part in parts.items() if key in part for _, reason in [part[key]]}
-    return "; ".join(f"{name}: {reason}" for reason, name in says.items())
+    reasons = {reason: name for name, part in parts.items() if key in part for _, reason in [part[key]]}
+    return "; ".join(f"{name}: {reason}" for reason, name in reasons.items())
 
 
 def sets_table() -> Table:
-    """All sets and tiers with their keys."""
+    """A table of all sets and tiers with their variables."""
     table = Table("set", "sets", title="--env SET, or SET+SET+TIER, or a FILE.env")
     for kind, group in (("", SETS), (" (tier)", TIERS)):
         for name, part in group.items():

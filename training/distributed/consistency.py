@@ -139,7 +139,7 @@ def check_vccl(environ: Mapping[str, str]) -> None:
         PreflightError: it is not.
     """
     wanted = environ.get("VCCL_LIBRARY", "")
-    if wanted and wanted in environ.get("LD_PRELOAD", "") and (other := vccl.mapped(wanted)):
+    if wanted and wanted in environ.get("LD_PRELOAD", "") and (other := vccl.other_nccl_in_memory(wanted)):
         raise PreflightError(
             "VCCL is not loaded in this rank",
             expected=wanted,

@@ -101,11 +101,11 @@ def test_threads_wait_awake_only_where_a_rank_is_alone() -> None:
 def test_wrong_values_are_refused() -> None:
     for name, environ, text in (
         ("dual+dev+prod", {}, "two tiers"),
-        ("dual", {TIMEOUT_KEY: "soon"}, "not a time"),
-        ("dual", {TIMEOUT_KEY: "0"}, "not a time"),
-        ("dual", {"CPT_PROCESS_GROUP_BACKEND": "mpi"}, "no backend"),
+        ("dual", {TIMEOUT_KEY: "soon"}, "not a number of seconds"),
+        ("dual", {TIMEOUT_KEY: "0"}, "not a number of seconds"),
+        ("dual", {"CPT_PROCESS_GROUP_BACKEND": "mpi"}, "not a backend"),
         ("vccl", {"NCCL_ENABLE_FAULT_TOLERANCE": "1"}, "exclude each other"),
-        ("vccl-ft", {}, "NICs by name"),
+        ("vccl-ft", {}, "names of the NICs"),
         ("dual+./nowhere.env", {}, "cannot read"),
         ("", {}, "unknown environment set"),
     ):
@@ -158,7 +158,7 @@ def _library(folder: Path, *, text: str = "2.26.6", number: int = 22606, own: bo
 @gcc
 def test_a_vccl_is_found_read_and_put_first(tmp_path: Path) -> None:
     target = _library(tmp_path)
-    assert vccl.inspect(target) == vccl.Library(target, "2.26.6")
+    assert vccl.check_library(target) == vccl.Library(target, "2.26.6")
     environ = {"LD_LIBRARY_PATH": f"/usr/lib:{tmp_path}", "LD_PRELOAD": "libother.so"}
     found = {s.key: s for s in resolve_environment("vccl", environ)}
     assert found["LD_LIBRARY_PATH"].value == f"{tmp_path}:/usr/lib"
@@ -183,7 +183,7 @@ def test_a_library_that_is_not_what_it_says_is_refused(kwargs: dict[str, Any], t
     with pytest.raises(UserError, match=text):
         resolve_environment("vccl", {"VCCL_LIBRARY": str(target), "LD_BIND_NOW": "1"})
     with pytest.raises(UserError, match="no VCCL library found"):
-        vccl.find({"LD_LIBRARY_PATH": str(tmp_path)})
+        vccl.find_library({"LD_LIBRARY_PATH": str(tmp_path)})
 
 
 def test_no_vccl(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_no_vccl(tmp_path: Path) -> None:
         ({"VCCL_LIBRARY": str(tmp_path / "nowhere")}, "no VCCL library found"),
     ):
         with pytest.raises(UserError, match=text):
-            vccl.find(environ)
+            vccl.find_library(environ)
 
 
 @gcc
@@ -208,14 +208,14 @@ from common.environment.merge import apply_environment, restart_with_preloads
 print("start", flush=True)
 before = dict(os.environ)
 restart_with_preloads(apply_environment("vccl", os.environ), before)
-print(vccl.mapped(os.environ["VCCL_LIBRARY"]), os.environ["NCCL_PASS_SM"], sys.argv[1:])
+print(vccl.other_nccl_in_memory(os.environ["VCCL_LIBRARY"]), os.environ["NCCL_PASS_SM"], sys.argv[1:])
 """
     script = tmp_path / "command.py"
     script.write_text(code)
     environ = {"PATH": os.environ["PATH"], "VCCL_LIBRARY": str(tmp_path)}
     done = subprocess.run([sys.executable, script, "a b"], env=environ, capture_output=True, text=True)
     assert done.stdout.splitlines() == ["start", "start", "None 1 ['a b']"], done.stderr
-    assert vccl.mapped(str(target)) is not None
+    assert vccl.other_nccl_in_memory(str(target)) is not None
 
 
 def test_the_sets_are_recorded() -> None:
