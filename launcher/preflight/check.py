@@ -1,9 +1,10 @@
-"""Checks before NeMo is imported: pure Python over the plan, the corpus and the machine. All findings at once."""
+"""Preflight: checks of the plan, the data and the machine in plain Python, before NeMo is imported."""
 
 from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import logging
 import os
 import shutil
 import sys
@@ -12,32 +13,41 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.rundir import RunDir
-from launcher.preflight.data import base, corpus
+from launcher.preflight.data import check_base_model, check_corpora
 from launcher.preflight.findings import Finding, error, warning
-from launcher.preflight.layout import layout
-from launcher.preflight.ranks import many
+from launcher.preflight.layout import check_layout
+from launcher.preflight.ranks import check_ranks
 from recipes.plan import Plan
 
+log = logging.getLogger("launch")
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("recipes", "data", "training", "launcher", "convert", "report", "doctor", "common")
 
 
 def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -> list[Finding]:
-    """Everything that can be known to be wrong before NeMo is imported.
+    """Make every check and log the findings, all at once; without findings, log how many checks passed.
 
     Args:
-        machine: this is the machine that trains.
-        data: the corpora and the disk of the run are seen from here.
+        machine: this is the machine that trains; if not, its GPUs, memory and ports are left unchecked.
+        data: the files of the run can be read here; if not, corpora, base model and disk are left unchecked.
+
+    Returns:
+        the findings; the run cannot start if one of them is fatal.
     """
-    checks: list[Callable[[Plan, RunDir], Iterator[Finding]]] = [_packages]
-    checks += [_accelerator, many] if machine else []
-    checks += [_numbers, layout, _schedule]
-    checks += [corpus, base, _disk] if data else []
-    return [finding for one in checks for finding in one(plan, run)]
+    checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
+    findings = [finding for make in checks.values() for finding in make(plan, run)]
+    for finding in findings:
+        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
+    if not findings:
+        log.info("preflight: %d checks passed (%s)", len(checks), ", ".join(checks))
+    if left := (_MACHINE_CHECKS.keys() | _DATA_CHECKS.keys()) - checks.keys():
+        log.info("preflight: the ranks check %s when they start", ", ".join(sorted(left)))
+    return findings
 
 
-def _packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
+def _check_packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """`recipes` and `data` are common names: another package of that name on sys.path would be imported instead."""
-    for name in ("recipes", "data", "training", "launcher", "convert", "report", "doctor", "common"):
+    for name in PACKAGES:
         module = sys.modules.get(name)
         origin = Path(getattr(module, "__file__", None) or ROOT / name / "__init__.py").resolve()
         if origin.parent.parent != ROOT:
@@ -45,12 +55,12 @@ def _packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 f"package {name!r} is shadowed",
                 expected=str(ROOT / name),
                 found=str(origin.parent),
-                do="run launch.py from its own folder, and take the other one out of PYTHONPATH",
+                do="run launch.py from its own folder, and take the other package out of PYTHONPATH",
             )
 
 
 def _gpu_count() -> int:
-    """GPUs the CUDA driver reports, without importing torch; CUDA_VISIBLE_DEVICES is honoured. 0 without a driver."""
+    """Count the GPUs that the CUDA driver shows under CUDA_VISIBLE_DEVICES, without torch; 0 without a driver."""
     try:
         cuda = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
     except OSError:
@@ -61,7 +71,7 @@ def _gpu_count() -> int:
     return count.value
 
 
-def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
+def _check_gpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if plan.accelerator != "gpu":
         return
     count = _gpu_count()
@@ -86,7 +96,7 @@ def _accelerator(plan: Plan, run: RunDir) -> Iterator[Finding]:
         )
 
 
-def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
+def _check_numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
     positive = ["seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes"]
     positive += ("val_check_interval", "log_every_n_steps", "save_every_n_steps", "keep_checkpoints")
     for name in positive:
@@ -95,7 +105,7 @@ def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}"
             )
             return
-    if plan.devices * plan.num_nodes % max(1, plan.model_parallel):  # told by `layout`
+    if plan.devices * plan.num_nodes % max(1, plan.model_parallel):  # check_layout reports it
         return
     share = plan.micro_batch_size * plan.data_parallel
     product = f"micro batch {plan.micro_batch_size} x data parallel {plan.data_parallel} = {share}"
@@ -114,10 +124,10 @@ def _numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
             found=f"data.seq_length = {plan.seq_length} tokens",
             do=f"set both: data.seq_length={plan.seq_length} model.config.seq_length={plan.seq_length}",
         )
-    yield from _shape(plan)
+    yield from _check_shape(plan)
 
 
-def _shape(plan: Plan) -> Iterator[Finding]:
+def _check_shape(plan: Plan) -> Iterator[Finding]:
     shape = plan.shape
     for whole, part, text in (
         (shape.hidden_size, shape.num_attention_heads, "hidden size not divisible by attention heads"),
@@ -127,7 +137,7 @@ def _shape(plan: Plan) -> Iterator[Finding]:
             yield error(text, expected=f"a multiple of {part}", found=str(whole), do="change the shape in recipes/")
 
 
-def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
+def _check_schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
     for name, value, override in (
         ("warm-up", plan.warmup_steps, "optim.lr_scheduler.warmup_steps"),
         ("validation interval", plan.val_check_interval, "trainer.val_check_interval"),
@@ -141,7 +151,7 @@ def _schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
 
 
-def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
+def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=parent):
@@ -154,13 +164,24 @@ def _disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="change its rights, or run from another folder",
         )
         return
-    # one more than is kept: a new checkpoint is whole before an old one goes
+    # one more than is kept: a new checkpoint is complete before an old one is deleted
     kept = plan.keep_checkpoints + bool(plan.keep_best)
     need, free = plan.checkpoint_bytes * (kept + 1), shutil.disk_usage(parent).free
     if need > free:
         yield error(
             "not enough disk for the checkpoints",
-            expected=f"{need / 2**30:.1f} GiB ({kept} kept and one in the making)",
+            expected=f"{need / 2**30:.1f} GiB ({kept} that are kept and one that is being written)",
             found=f"{free / 2**30:.1f} GiB free under {parent}",
             do="free some space, or log.ckpt.keep_last=1",
         )
+
+
+_Check = Callable[[Plan, RunDir], Iterator[Finding]]
+_CHECKS: dict[str, _Check] = {
+    "packages": _check_packages,
+    "batch and sequence": _check_numbers,
+    "parallel layout": check_layout,
+    "schedule": _check_schedule,
+}
+_MACHINE_CHECKS: dict[str, _Check] = {"GPUs": _check_gpus, "memory and ports": check_ranks}
+_DATA_CHECKS: dict[str, _Check] = {"corpora": check_corpora, "base model": check_base_model, "disk": _check_disk}

@@ -1,4 +1,4 @@
-"""Preflight of what a run reads: corpora, blends, the base model. Pure Python, before NeMo is imported."""
+"""Preflight of what a run reads: corpora, blends and the base model. Imports neither torch nor NeMo."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
 
 
-def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    """The training data is there, whole, long enough, and apart from the validation data."""
+def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """Check that the training data exists, is complete and long enough, and is no validation data."""
     if plan.blend is not None:
         if plan.data is not None:
             yield error(
@@ -27,7 +27,7 @@ def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 found=f"data.paths={plan.data} and data.blend",
                 do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/blend.md)",
             )
-        yield from _blend(plan)
+        yield from _check_blend(plan)
         return
     try:
         prefixes = _prefixes(plan.data or "")
@@ -49,7 +49,7 @@ def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 do=_how_to_prepare(folder),
             )
             return
-        yield from _manifest(plan, folder)
+        yield from _check_manifest(plan, folder)
         prefixes = {split: [folder / split] for split in SPLITS}
     for name in ("validation", "test"):
         for prefix in set(prefixes.get(name, [])) & set(prefixes["train"]):
@@ -62,11 +62,11 @@ def corpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
     for split, some in prefixes.items():
         for prefix in some:
             broken = [Finding(problem) for problem in check_prefix(prefix)]
-            yield from broken or _samples(plan, split, prefix)
+            yield from broken or _check_length(plan, split, prefix)
 
 
-def _blend(plan: Plan) -> Iterator[Finding]:
-    """Every domain is a prepared corpus of one tokenizer; shares and epochs make sense."""
+def _check_blend(plan: Plan) -> Iterator[Finding]:
+    """Check that every domain is a prepared corpus of one tokenizer, and that shares and epochs make sense."""
     assert plan.blend is not None
     try:
         trained, folders = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
@@ -83,9 +83,9 @@ def _blend(plan: Plan) -> Iterator[Finding]:
     for text in trained.warnings:
         yield warning(text, expected="4 epochs or fewer", found=text, do="fewer steps, another weight, or more text")
     for folder in map(Path, folders.values()):
-        yield from _manifest(plan, folder)
+        yield from _check_manifest(plan, folder)
         for split in ("train", "validation"):
-            yield from _samples(replace(plan, max_steps=1), split, folder / split)
+            yield from _check_length(replace(plan, max_steps=1), split, folder / split)
 
 
 def _prefixes(paths: str) -> dict[str, list[Path]] | None:
@@ -104,7 +104,7 @@ def _prefixes(paths: str) -> dict[str, list[Path]] | None:
     }
 
 
-def _manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
+def _check_manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
     try:
         manifest = load_manifest(folder)
     except ProjectError as problem:
@@ -126,8 +126,8 @@ def _how_to_prepare(folder: Path) -> str:
     return f"python launch.py data prepare INPUT --output {folder} --tokenizer Qwen/Qwen2.5-0.5B"
 
 
-def _samples(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
-    """One sample is seq_length + 1 tokens; a shorter split repeats itself in silence, or loops for ever."""
+def _check_length(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
+    """Check that a split holds one sample (seq_length + 1 tokens): Megatron repeats a shorter one or loops for ever."""
     tokens = read_index(prefix).num_tokens
     if tokens < plan.seq_length + 1:
         yield error(
@@ -145,14 +145,14 @@ def _samples(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
         )
 
 
-def base(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    """The base model's shape and tokenizer, as far as a local folder tells without torch."""
+def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """Check the base model's shape against the recipe's, as far as its config.json tells."""
     if plan.base is None or run.whole_checkpoints():
         return
     config = Path(plan.base) / "config.json"
     if not config.is_file():
         if not Path(plan.base).is_dir() and plan.base.count("/") == 1 and plan.base[0] not in "./~":
-            return  # a hub id: looked up when it is imported
+            return  # a hub id: downloaded when the ranks import it
         tiny = Path(plan.base).name == "qwen25-tiny"
         yield error(
             f"no base model in {plan.base}",

@@ -11,8 +11,8 @@ from recipes.plan import Plan
 _PATH = "trainer.strategy."
 
 
-def layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    """Everything that must divide, and which ranks share a machine.
+def check_layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """Check everything that must divide, and which ranks share a machine.
 
     Megatron numbers ranks tensor first, then context, data, pipeline: a tensor group is neighbouring ranks, a pipeline
     stage is world / PP neighbouring ranks.
@@ -22,7 +22,7 @@ def layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
         yield error("a parallel size below 1", expected="1 or more", found=f"TP, PP, CP, VP = {sizes}", do="fix it")
         return
     if min(plan.devices, plan.num_nodes, plan.micro_batch_size, plan.global_batch_size) < 1:
-        return  # told by `_numbers`
+        return  # _check_numbers reports it
     world, model = plan.devices * plan.num_nodes, plan.model_parallel
     if world % model:
         yield error(
@@ -32,19 +32,19 @@ def layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="change trainer.devices or the parallel sizes",
         )
         return
-    yield from _shares(plan)
-    yield from _machines(plan)
-    yield from _pipeline(plan)
+    yield from _check_tensor_parallel(plan)
+    yield from _check_machines(plan)
+    yield from _check_pipeline(plan)
     if plan.accelerator == "cpu" and (plan.sequence_parallel or plan.context_parallel > 1):
         yield error(
             "no sequence or context parallelism on the CPU",
-            expected="tensor, pipeline and data parallelism only: Transformer Engine's layers alone have the others",
+            expected="tensor, pipeline and data parallelism: only Transformer Engine's layers have the others",
             found=f"sequence_parallel={plan.sequence_parallel}, CP = {plan.context_parallel}",
             do="leave it out, or take a GPU recipe",
         )
 
 
-def _shares(plan: Plan) -> Iterator[Finding]:
+def _check_tensor_parallel(plan: Plan) -> Iterator[Finding]:
     shape, tp = plan.shape, plan.tensor_parallel
     for name, whole in (
         ("attention heads", shape.num_attention_heads),
@@ -77,13 +77,13 @@ def _shares(plan: Plan) -> Iterator[Finding]:
             )
 
 
-def _machines(plan: Plan) -> Iterator[Finding]:
+def _check_machines(plan: Plan) -> Iterator[Finding]:
     if plan.num_nodes == 1:
         return
     if plan.devices % plan.tensor_parallel:
         yield error(
             "tensor-parallel groups cross machines",
-            expected=f"devices per node divisible by TP = {plan.tensor_parallel}: two all-reduces a layer need NVLink",
+            expected=f"devices per node divisible by TP = {plan.tensor_parallel}: NVLink for two all-reduces per layer",
             found=f"trainer.devices={plan.devices}",
             do=f"{_PATH}tensor_model_parallel_size=1 or 2, or more pipeline stages instead",
         )
@@ -92,13 +92,13 @@ def _machines(plan: Plan) -> Iterator[Finding]:
         yield warning(
             "pipeline stages do not end where machines do",
             expected=f"ranks of a stage ({stage}) a multiple of devices per node ({plan.devices}): stages cross"
-            " machines, which costs one activation a micro batch",
-            found="a machine holds parts of several stages, and gradients are summed across machines more than need be",
+            " machines, which sends one activation over the network per micro batch",
+            found="a machine holds parts of several stages, so that more gradients are summed across machines",
             do=f"{_PATH}pipeline_model_parallel_size={plan.num_nodes} puts one stage on each machine",
         )
 
 
-def _pipeline(plan: Plan) -> Iterator[Finding]:
+def _check_pipeline(plan: Plan) -> Iterator[Finding]:
     pp, vp = plan.pipeline_parallel, plan.virtual_pipeline or 1
     if vp > 1 and pp == 1:
         yield error(
@@ -119,14 +119,14 @@ def _pipeline(plan: Plan) -> Iterator[Finding]:
     if vp > 1 and micro_batches % pp:
         yield error(
             "virtual stages take micro batches in rounds of PP",
-            expected=f"micro batches a step divisible by PP = {pp}",
+            expected=f"micro batches per step divisible by PP = {pp}",
             found=f"{micro_batches} = global batch / (micro batch x DP)",
             do=f"data.global_batch_size={plan.micro_batch_size * plan.data_parallel * pp} or a multiple",
         )
     idle = (pp - 1) / (micro_batches * vp + pp - 1)
     if pp > 1 and idle > 0.2:
         yield warning(
-            "the pipeline idles for long",
+            "the pipeline is idle for too long",
             expected="at most 20% of a step: idle = (PP - 1) / (micro batches x VP + PP - 1)",
             found=f"{idle:.0%} with {micro_batches} micro batches",
             do="a larger global batch, or a smaller micro batch",

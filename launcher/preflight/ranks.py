@@ -1,4 +1,4 @@
-"""Preflight of several ranks on this machine: cards and their memory, shared memory, the port where they meet."""
+"""Preflight of the ranks on this machine: GPU memory, shared memory, and the port of their rendezvous."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from common.rundir import RunDir
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
 
-ADVISED = 20e9 / 494_032_768  # bytes a parameter: 20 GB for Qwen2.5-0.5B, activations included
+ADVISED = 20e9 / 494_032_768  # bytes per parameter: 20 GB for Qwen2.5-0.5B, activations included
 PORTS = 10
 
 
-def many(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    """What this machine must have for the plan's ranks."""
+def check_ranks(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """Check what this machine must have for the plan's ranks."""
     if plan.accelerator == "gpu":
-        yield from memory(plan, machine_facts.query_gpus())
+        yield from check_gpu_memory(plan, machine_facts.query_gpus())
         if plan.devices > 1:
-            yield from shared_memory(machine_facts.shared_memory(), os.environ)
+            yield from check_shared_memory(machine_facts.shared_memory(), os.environ)
     if plan.devices * plan.num_nodes > 1:
-        yield from port(os.environ)
+        yield from check_port(os.environ)
 
 
-def least_bytes(plan: Plan) -> float:
-    """What each card holds whatever the batch: bf16 weights, fp32 gradients, its share of Adam's 12 bytes."""
+def model_state_bytes(plan: Plan) -> float:
+    """Bytes per GPU at any batch size: bf16 weights, fp32 gradients, and its share of Adam's 12 bytes per parameter."""
     parameters = plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel)
     return parameters * (2 + 4 + 12 / plan.optimizer_shards)
 
 
-def memory(plan: Plan, cards: machine_facts.Gpus) -> Iterator[Finding]:
-    """Each card that a rank gets has room for the model's states, and the advised room for its activations."""
+def check_gpu_memory(plan: Plan, gpus: machine_facts.Gpus) -> Iterator[Finding]:
+    """Check that each rank's GPU has room for the model's states, and the advised room for its activations."""
     if plan.tensor_parallel * plan.pipeline_parallel < 1:
         return
-    least = least_bytes(plan)
+    least = model_state_bytes(plan)
     advised = max(least, ADVISED * plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel))
-    for card in cards.visible[: plan.devices]:
-        found = f"{card.free / 1e9:.1f} of {card.total / 1e9:.1f} GB free"
-        found += f", {card.processes} process(es) on it" if card.processes else ""
-        if card.free < least:
+    for gpu in gpus.visible[: plan.devices]:
+        found = f"{gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free"
+        found += f", {gpu.processes} process(es) on it" if gpu.processes else ""
+        if gpu.free < least:
             yield error(
-                f"GPU {card.index} ({card.name}) has too little memory free",
-                expected=f"{least / 1e9:.1f} GB for weights, gradients and optimizer states alone",
+                f"GPU {gpu.index} ({gpu.name}) has too little memory free",
+                expected=f"{least / 1e9:.1f} GB for weights, gradients and optimizer states",
                 found=found,
-                do="end what runs there (nvidia-smi), take another card (CUDA_VISIBLE_DEVICES), or more ranks",
+                do="end what runs there (nvidia-smi), take another GPU (CUDA_VISIBLE_DEVICES), or more ranks",
             )
-        elif card.free < advised:
+        elif gpu.free < advised:
             yield warning(
-                f"GPU {card.index} ({card.name}) has less memory free than advised",
+                f"GPU {gpu.index} ({gpu.name}) has less memory free than advised",
                 expected=f"{advised / 1e9:.0f} GB for this model",
                 found=found,
                 do="data.micro_batch_size=1 if it runs out of memory; nvidia-smi shows what else is there",
             )
 
 
-def shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """NCCL's ranks on one machine meet in /dev/shm, unless they are told not to."""
+def check_shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check /dev/shm, through which NCCL's ranks on one machine exchange data unless the environment says otherwise."""
     if environ.get("NCCL_SHM_DISABLE") == "1" or environ.get(BACKEND_KEY) == "gloo":
         return
     found = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free in {machine_facts.SHM_FOLDER}"
@@ -75,10 +75,10 @@ def shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, str]) -
         yield warning("little shared memory for NCCL", expected="1 GiB", found=found, do=do)
 
 
-def port(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """The port where the ranks meet, if the user chose one (otherwise a free one is looked for)."""
+def check_port(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Check the port of the rendezvous, if the user has set one (otherwise the executor takes a free one)."""
     named = environ.get("MASTER_PORT")
-    if named is None or "RANK" in environ:  # inside a rank its starter listens there
+    if named is None or "RANK" in environ:  # inside a rank: the rendezvous listens there already
         return
     if not named.isdigit() or not 0 < int(named) < 65536:
         yield error("MASTER_PORT is no port", expected="1 to 65535", found=repr(named), do="unset MASTER_PORT")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
+from launcher.preflight.findings import Finding
 from recipes import registry
 from recipes.plan import Plan
 
@@ -20,20 +23,38 @@ def corpus(sample: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sample / "prose", tmp_path / "corpus"))
 
 
-def _check(corpus: Path, **changes: Any) -> list[preflight.Finding]:
+def _check(corpus: Path, **changes: Any) -> list[Finding]:
     plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data=str(corpus), **changes)
     return preflight.check(plan, RunDir("run", corpus.parent / "runs"))
 
 
-def _only(findings: list[preflight.Finding], fatal: bool = True) -> str:
+def _only(findings: list[Finding], fatal: bool = True) -> str:
     assert [f.fatal for f in findings] == [fatal], [str(f.problem) for f in findings]
     problem = findings[0].problem
     assert problem.expected and problem.found and problem.do
     return str(problem)
 
 
-def test_a_good_plan_has_no_findings(corpus: Path) -> None:
-    assert _check(corpus) == []
+def test_a_good_plan_has_no_findings(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert _check(corpus) == []
+    assert [record.message for record in caplog.records] == [
+        "preflight: 9 checks passed (packages, batch and sequence, parallel layout, schedule, GPUs, memory and ports,"
+        " corpora, base model, disk)"
+    ]
+
+
+def test_what_is_checked_where_the_ranks_run(corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine or files that are not here are left to the ranks, and that is said; a finding is logged."""
+    plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, data="nowhere")
+    with caplog.at_level(logging.INFO):
+        assert preflight.check(plan, RunDir("run", corpus.parent), machine=False, data=False) == []
+        assert preflight.check(plan, RunDir("run", corpus.parent), machine=False)
+    said = [record.message for record in caplog.records]
+    assert said[0] == "preflight: 4 checks passed (packages, batch and sequence, parallel layout, schedule)"
+    assert said[1] == "preflight: the ranks check GPUs, base model, corpora, disk, memory and ports when they start"
+    assert said[2].startswith("no prepared corpus in nowhere")
+    assert said[3] == "preflight: the ranks check GPUs, memory and ports when they start"
 
 
 def test_missing_files(corpus: Path) -> None:
@@ -104,7 +125,7 @@ def test_a_gpu_recipe_without_a_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_disk(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 10_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
     assert "not enough disk" in _only(_check(corpus))
     (corpus.parent / "runs").write_text("a file where the folder should be")
     assert "cannot write" in _only(_check(corpus))

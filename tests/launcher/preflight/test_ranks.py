@@ -1,4 +1,4 @@
-"""Preflight of several ranks: cards, shared memory, the meeting port."""
+"""Preflight of the ranks on this machine: GPU memory, shared memory, the port of the rendezvous."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from common import machine_facts
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
-from launcher.preflight import ranks as preflight_many
+from launcher.preflight import ranks as preflight_ranks
 from recipes import registry
 from recipes.plan import Plan
 
@@ -34,19 +34,19 @@ def _told(findings: Any) -> list[tuple[bool, str]]:
 
 def test_memory_of_each_card_that_gets_a_rank() -> None:
     cards = machine_facts.Gpus(visible=(_card(0, 79), _card(1, 5), _card(2, 1)))
-    assert _told(list(preflight_many.memory(_plan(devices=1), cards))) == []
-    ((fatal, text),) = _told(list(preflight_many.memory(_plan(devices=2), cards)))
+    assert _told(list(preflight_ranks.check_gpu_memory(_plan(devices=1), cards))) == []
+    ((fatal, text),) = _told(list(preflight_ranks.check_gpu_memory(_plan(devices=2), cards)))
     assert fatal and "GPU 1" in text and "5.9 GB for weights" in text  # 494M x (2 + 4 + 12 / 2) bytes
     cards = machine_facts.Gpus(visible=(_card(0, 15),))
-    ((fatal, text),) = _told(list(preflight_many.memory(_plan(), cards)))
+    ((fatal, text),) = _told(list(preflight_ranks.check_gpu_memory(_plan(), cards)))
     assert not fatal and "20 GB for this model" in text
 
 
 def test_the_least_memory_is_sharded_as_the_plan_says() -> None:
-    one, parameters = preflight_many.least_bytes(_plan()), _plan().shape.num_parameters
+    one, parameters = preflight_ranks.model_state_bytes(_plan()), _plan().shape.num_parameters
     assert one == 18 * parameters
-    assert preflight_many.least_bytes(_plan(devices=4)) == 9 * parameters
-    assert preflight_many.least_bytes(_plan(devices=2, tensor_parallel=2)) == one / 2
+    assert preflight_ranks.model_state_bytes(_plan(devices=4)) == 9 * parameters
+    assert preflight_ranks.model_state_bytes(_plan(devices=2, tensor_parallel=2)) == one / 2
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_visible_cards_as_cuda_counts_them(chosen: str | None, indices: list[int
 def test_shared_memory_by_size_and_by_what_is_asked() -> None:
     def told(free: float, problem: str = "", **environ: str) -> list[bool]:
         shm = machine_facts.SharedMemory(int(free * 2**20), int(free * 2**20), problem)
-        return [fatal for fatal, _ in _told(list(preflight_many.shared_memory(shm, environ)))]
+        return [fatal for fatal, _ in _told(list(preflight_ranks.check_shared_memory(shm, environ)))]
 
     assert told(8192) == []
     assert told(64) == [False]
@@ -74,12 +74,12 @@ def test_a_taken_port_is_refused_with_one_that_is_free() -> None:
         listener.bind(("", 0))
         listener.listen()
         taken = listener.getsockname()[1]
-        ((fatal, text),) = _told(list(preflight_many.port({"MASTER_PORT": str(taken)})))
+        ((fatal, text),) = _told(list(preflight_ranks.check_port({"MASTER_PORT": str(taken)})))
         assert fatal and f"port {taken} is taken" in text and "MASTER_PORT=" in text
-        assert list(preflight_many.port({"MASTER_PORT": str(taken), "RANK": "0"})) == []
-    assert list(preflight_many.port({"MASTER_PORT": str(taken)})) == []
-    assert list(preflight_many.port({})) == []
-    assert _told(list(preflight_many.port({"MASTER_PORT": "99999"})))[0][0]
+        assert list(preflight_ranks.check_port({"MASTER_PORT": str(taken), "RANK": "0"})) == []
+    assert list(preflight_ranks.check_port({"MASTER_PORT": str(taken)})) == []
+    assert list(preflight_ranks.check_port({})) == []
+    assert _told(list(preflight_ranks.check_port({"MASTER_PORT": "99999"})))[0][0]
 
 
 def test_a_hidden_second_gpu_is_told_with_the_set_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
