@@ -1,4 +1,4 @@
-"""The batch script: recorded, and without the two faults of nemo_run 0.4.0 that the renderer works around."""
+"""The batch script: recorded; and the faults of nemo_run 0.4.0 for which its own renderer is not used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import UserError
 from launcher.cluster_file import load
-from launcher.executors.slurm_render import _executor, render
+from launcher.executors.on_cluster import checked
+from launcher.executors.slurm_render import render
 from tests.launcher.executors.jobs import job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,12 +34,20 @@ def test_script_is_the_recorded_one(name: str) -> None:
 
 
 def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
-    """If this fails, NeMo-Run has mended itself: slurm_render.py can lose its subclass and its own quoting."""
-    from nemo_run.core.execution.slurm import SlurmBatchRequest
+    """If this fails, NeMo-Run has mended itself: look whether its renderer can replace slurm.sbatch.j2."""
+    from nemo_run.core.execution.slurm import SlurmBatchRequest, SlurmExecutor, SlurmJobDetails
+    from nemo_run.core.packaging.base import Packager
+    from nemo_run.core.tunnel.client import LocalTunnel
 
-    cluster = load(ROOT / "docs" / "clusters" / "slurm.yaml")
-    executor = _executor(job(cluster), cluster, "runs/my-run/slurm")
-    executor.setup_lines, executor.env_vars, executor.srun_args = None, {"no_proxy": "a b; c"}, ["--x=a b; c"]
+    executor = SlurmExecutor(
+        account="account",
+        env_vars={"no_proxy": "a b; c"},
+        srun_args=["--x=a b; c"],
+        job_details=SlurmJobDetails(job_name="j", folder="f"),
+        tunnel=LocalTunnel(job_dir="d"),
+        packager=Packager(),
+        job_dir="d",
+    )
     stock = SlurmBatchRequest(
         cmd=["sbatch"], jobs=["j"], command_groups=[["true"]], slurm_config=executor, max_retries=0, extra_env={}
     ).materialize()
@@ -48,12 +57,8 @@ def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
 
 
 def test_too_large_a_run_is_refused() -> None:
-    from launcher.executors.on_cluster import checked
-
     cluster = load(ROOT / "docs" / "clusters" / "slurm.yaml")
     with pytest.raises(UserError, match="more nodes than"):
         checked(job(cluster, num_nodes=3))
     with pytest.raises(UserError, match="more devices_per_node than"):
         checked(job(cluster, devices=9))
-    with pytest.raises(UserError, match="--cluster FILE"):
-        checked(job(None))
