@@ -1,7 +1,9 @@
 """runs/NAME: the one place that knows where a run keeps what.
 
-written before the run: spec.json config.yaml env.json command.txt version.txt data.json base.json blend.json
-during: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/; after: export.json report.html
+by the launcher: spec.json config.yaml env.json command.txt version.txt
+before the first step, where the corpora are: data.json blend.json base.json
+during the run: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
+after it: export.json report.html
 """
 
 from __future__ import annotations
@@ -107,6 +109,11 @@ class RunDir:
         for marker in self.checkpoints.glob(f"step-*{UNFINISHED}"):
             marker.unlink()
         return moved
+
+    @property
+    def written(self) -> list[Path]:
+        """The files that `write` makes: all that the ranks need, so all that is sent to where they run."""
+        return [self.spec_file, self.config, self.env, self.command, self.version]
 
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
         """Everything needed to know, and repeat, what was run."""

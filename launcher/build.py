@@ -6,15 +6,11 @@ import inspect
 import json
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import logs
-from common.errors import ProjectError
 from common.rundir import RunDir
-from data.manifest import FILE_NAME
-from data.resolve_blend import resolve_run_blend
-from launcher import resume
+from launcher import data_records, resume
 from recipes.overrides import apply_to_recipe
 from recipes.plan import Plan
 from recipes.resolve import Resolved
@@ -95,7 +91,7 @@ def resume_from_newest(built: Built, folder: RunDir) -> None:
     before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
     for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
         log.info("changed since the checkpoint: %s", line)
-    resume.check_data(folder, manifests(partial))
+    resume.check_data(folder, data_records.manifests(partial))
     resume.check_order(before, built.plan, partial.data.train_steps)
     partial.resume.resume_from_path = str(checkpoint)
     if folder.base.exists():  # where the weights came from at first: export takes the model's files from there
@@ -104,19 +100,6 @@ def resume_from_newest(built: Built, folder: RunDir) -> None:
             nl.RestoreConfig, path=origin, load_optim_state=False, load_artifacts=False
         )
     log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
-
-
-def manifests(partial: run.Partial) -> dict[str, object]:
-    """folder -> manifest.json of every prepared corpus the run reads."""
-    if partial.data.blend is not None:
-        try:
-            folders = list(resolve_run_blend(partial.data.blend, partial.data.replay_share)[1].values())
-        except ProjectError:  # told by preflight; only a dry run comes here
-            return {}
-    else:
-        folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
-    found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
-    return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
 
 
 def to_yaml(partial: run.Partial) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import sys
@@ -18,9 +17,8 @@ from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from data.resolve_blend import resolve_run_blend
-from launcher import batch_size, build, executors
-from launcher.executors import HERE, Job
+from launcher import batch_size, build, data_records, executor_table, executors
+from launcher.executors import Job
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
@@ -47,7 +45,7 @@ def launch(spec: RunSpec) -> int:
     folder = rundir.choose(spec, Path(spec.runs))
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
-    submit, trains_here = executors.resolve(executor), executor in HERE
+    submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
     cluster = _load_cluster(resolved.spec)
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
@@ -65,7 +63,7 @@ def launch(spec: RunSpec) -> int:
         fit_to_start = fit_to_start and not (changed and not _preflight(built.plan, folder, resolved.spec, cluster))
         if not fit_to_start and not spec.dryrun:
             return EXIT_PREFLIGHT
-        text = _write(resolved.spec, built, folder, settings)
+        text = _write(resolved.spec, built, folder, settings, cluster)
         if spec.dryrun:
             _draw_learning_rate(built.partial, folder)
             stdout.write(text)
@@ -94,7 +92,7 @@ def _choose_executor(resolved: Resolved) -> Resolved:
         log.info("executor %s: the recipe has %d rank(s)", name, plan.world_size)
         resolved = resolved.with_spec(executor=name)
     executor = resolved.spec.executor or ""
-    executors.check(executor)
+    executor_table.check(executor, resolved.spec.cluster)
     if executor == "direct" and plan.world_size > 1:
         raise UserError(
             "direct is one process",
@@ -162,17 +160,20 @@ def _job(
     )
 
 
-def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Setting]) -> str:
-    """Everything the ranks read; returns the resolved configuration. A dry run of a resume leaves the run alone."""
-    if spec.resume:
+def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Setting], cluster: Cluster | None) -> str:
+    """Everything the ranks read; returns the resolved configuration. A dry run of a resume leaves the run alone.
+
+    What needs the corpora is left to the ranks where this machine does not have them: the checks of a resumed run,
+    data.json and blend.json.
+    """
+    if spec.resume and executor_table.shares_files(spec.executor, cluster):
         build.resume_from_newest(built, folder)
     text = build.to_yaml(built.partial)
     if spec.resume and spec.dryrun:
         return text
     folder.write(spec, text, settings, [sys.executable, *sys.argv])
-    if built.plan.blend is not None and not spec.dryrun:
-        _plan_blend(built.plan, folder)
-    folder.data.write_text(json.dumps(build.manifests(built.partial)) + "\n")
+    if executor_table.trains_here(spec.executor) and not spec.dryrun:
+        data_records.write(built.partial, built.plan, folder)
     if spec.dryrun:
         log.info("dry run: wrote %s, trained nothing", folder.path)
     return text
@@ -208,23 +209,10 @@ def _draw_learning_rate(partial: run.Partial, folder: RunDir) -> None:
 
 
 def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> bool:
-    """What can be checked from here: elsewhere the machine, and in Kubernetes or over ssh also the data, check
-    themselves.
-    """
-    far = spec.executor == "k8s" or (cluster is not None and cluster.tunnel.kind == "ssh")
-    findings = preflight.check(plan, folder, machine=spec.executor in HERE, data=not far)
-    for finding in findings:
-        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
-    return not any(finding.fatal for finding in findings)
-
-
-def _plan_blend(plan: Plan, folder: RunDir) -> None:
-    """Say what the blend comes to over the whole run, and keep it for the report."""
-    assert plan.blend is not None
-    trained, _ = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
-    for line in trained.table():
-        log.info("blend: %s", line)
-    folder.blend.write_text(trained.to_json())
+    """What can be checked on this machine; the ranks check the rest where they run."""
+    machine = executor_table.trains_here(spec.executor)
+    data = executor_table.shares_files(spec.executor, cluster)
+    return not any(finding.fatal for finding in preflight.check(plan, folder, machine=machine, data=data))
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ from common import logs, rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import build
-from launcher.executors import HERE
+from launcher import build, data_records, executor_table
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
 from training import sigterm as shield
@@ -48,16 +47,18 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
     attempt = folder.attempt(spec.attempt)
     logs.log_to_file(attempt, where.rank)
     with _last_word(attempt, where.rank):
-        if spec.executor not in HERE and where.local_rank == 0:
+        trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
+        if not trains_here and where.local_rank == 0:
             _check(resolved.plan, folder)
         if built is None:
             built = build.build(resolved, folder, adapt_to_machine=True)
-            already_logged = spec.executor in HERE
             for line in built.lines:
-                log.log(logging.DEBUG if already_logged else logging.INFO, "%s", line)
+                log.log(logging.DEBUG if trains_here else logging.INFO, "%s", line)
         _start_or_resume(built, folder, where)
         if where.rank == 0:
             folder.config.write_text(build.to_yaml(built.partial))
+            if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
+                data_records.write(built.partial, built.plan, folder)
         return _fit(built, folder, spec, where)
 
 
@@ -65,10 +66,7 @@ def _check(plan: Plan, folder: RunDir) -> None:
     """Preflight on the machine that trains, where the launcher could not look."""
     from launcher.preflight import check as preflight
 
-    findings = preflight.check(plan, folder)
-    for finding in findings:
-        log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
-    if fatal := [str(finding.problem.what) for finding in findings if finding.fatal]:
+    if fatal := [finding.problem.what for finding in preflight.check(plan, folder) if finding.fatal]:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 
@@ -99,7 +97,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
     def last_word(text: str) -> None:
         rank_states.RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
 
-    ranks.declare(build.to_yaml(built.partial), build.manifests(built.partial))
+    ranks.declare(build.to_yaml(built.partial), data_records.manifests(built.partial))
     try:
         with peers.explained(last_word):
             run.run(built.partial, direct=True)

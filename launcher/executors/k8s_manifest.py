@@ -13,7 +13,6 @@ from launcher.executors.on_cluster import exported, torchrun
 
 log = logging.getLogger("launch")
 PORT = 29500  # each pod has an address of its own: no other run can hold it
-_SHIPPED = ("spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "data.json", "base.json")
 # the claim may be read by another pod of this Job in that moment: a file appears whole
 _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
 
@@ -41,7 +40,7 @@ def manifest(job: Job, cluster: Cluster, k8s: K8s) -> list[dict[str, Any]]:
     if name != job.folder.name:
         log.info("k8s: Job %s (of run %s: lower-case letters, digits and - only)", name, job.folder.name)
     meta = {"name": name, "namespace": k8s.namespace, "labels": {"job-of": name}}
-    files = {f: (job.folder.path / f).read_text() for f in _SHIPPED if (job.folder.path / f).is_file()}
+    files = {path.name: path.read_text() for path in job.folder.written if path.is_file()}
     objects = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}]
     if job.num_nodes > 1:
         spec = {

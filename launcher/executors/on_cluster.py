@@ -18,16 +18,10 @@ def checked(job: Job) -> Cluster:
     """The job's cluster, if the job fits in.
 
     Raises:
-        UserError: no cluster file, or more nodes or devices than it allows.
+        UserError: more nodes or devices than it allows.
     """
     plain_name(job.folder.name)
-    if job.cluster is None:
-        raise UserError(
-            "this executor needs a cluster file",
-            expected="--cluster FILE",
-            found="none",
-            do="copy one from docs/clusters and give it with --cluster",
-        )
+    assert job.cluster is not None, "launcher.executors.check comes first"
     for what, wanted, most, option in (
         ("nodes", job.num_nodes, job.cluster.nodes, "--nodes"),
         ("devices_per_node", job.devices, job.cluster.devices_per_node, "--devices"),

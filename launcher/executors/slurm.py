@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
 
 log = logging.getLogger("launch")
-_SHIPPED = ("spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "data.json", "base.json")
 
 
 def submit(job: Job) -> int:
@@ -85,9 +84,8 @@ def _ship(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path, target: str)
     made = run(tunnel, ["mkdir", "-p", there, folder])
     if not made.ok:
         raise UserError("cannot write on the cluster", expected=there, found=made.stderr.strip(), do="correct workdir")
-    for name in _SHIPPED:
-        if (job.folder.path / name).is_file():
-            tunnel.put(str(job.folder.path / name), f"{there}/{name}")
+    for path in job.folder.written:
+        tunnel.put(str(path), f"{there}/{path.name}")
     tunnel.put(str(script), f"{folder}/{script.name}")
 
 

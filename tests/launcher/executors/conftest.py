@@ -92,7 +92,7 @@ def slurm() -> Iterator[Slurm]:
     ]
     commands[0] += own
     commands += [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node1"], ["slurmd", "-D", "-N", "node2"]]
-    daemons = []
+    daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
             with (folder / f"{command[0]}-{len(daemons)}.out").open("w") as out:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.executors import blended
+
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "nvcr.io/nvidia/nemo:25.04"
 BUILT = "qwen25-cpt:test"
@@ -100,28 +102,23 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def _command(checkout: Path, image: str, sample: Path, *words: str) -> list[str]:
+def _start(checkout: Path, image: str, recipe: str, *mounts: str) -> list[str]:
     """The stand-in has no NeMo: this test's own environment is mounted into it, where it lies here."""
-    prefixes = {sys.prefix, sys.base_prefix} - {"/usr"}
-    mounts = [f"{prefix}:{prefix}:ro" for prefix in sorted(prefixes)] + [f"{sample}:{sample}:ro"]
+    prefixes = sorted({sys.prefix, sys.base_prefix} - {"/usr"})
     file = {
         "image": image,
         "devices_per_node": 2,
         "python": sys.executable,
-        "mounts": mounts,
+        "mounts": [*(f"{prefix}:{prefix}:ro" for prefix in prefixes), *mounts],
         "docker": {"network": "host"},
     }
     (checkout / "cluster.yaml").write_text(json.dumps(file))
-    start = [
-        sys.executable,
-        "launch.py",
-        "--recipe",
-        "qwen25_tiny",
-        "--executor",
-        "docker",
-        "--cluster",
-        "cluster.yaml",
-    ]
+    start = [sys.executable, "launch.py", "--recipe", recipe, "--executor", "docker"]
+    return [*start, "--cluster", "cluster.yaml"]
+
+
+def _command(checkout: Path, image: str, sample: Path, *words: str) -> list[str]:
+    start = _start(checkout, image, "qwen25_tiny", f"{sample}:{sample}:ro")
     paths = [f"data.paths={sample / 'prose'}", "data.index_mapping_dir=cache"]
     return [*start, *words, *paths, "trainer.log_every_n_steps=1", "trainer.val_check_interval=1000"]
 
@@ -147,12 +144,42 @@ def test_two_ranks_train_in_the_image(dockerd: dict[str, str], image: str, check
     assert left == []  # --rm
 
 
+def test_a_blend_that_only_a_mount_holds(
+    dockerd: dict[str, str], image: str, checkout: Path, sample: Path, tmp_path: Path
+) -> None:
+    """Corpora and base are in the container alone: checked, read and recorded there. A missing corpus is said."""
+    blended.place_data(tmp_path / "store", sample)
+    domains = [("code", "new"), ("prose", "replay")]
+    blend = {
+        "domains": [{"name": n, "folder": f"/inside/corpora/sample/{n}", "role": role} for n, role in domains],
+        "replay_share": 0.25,
+    }
+    (checkout / "blend.yaml").write_text(json.dumps(blend))
+    (checkout / "gone.yaml").write_text(json.dumps(blend).replace("/code", "/no-code"))
+    start = _start(checkout, image, blended.RECIPE, f"{tmp_path / 'store'}:/inside:ro")
+    words = ["resume.base=/inside/models/qwen25-tiny", "data.index_mapping_dir=cache", *blended.WORDS]
+
+    def launch(name: str, blend: str) -> subprocess.CompletedProcess[str]:
+        command = [*start, "--name", name, f"data.blend={blend}", *words]
+        return subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=300)
+
+    done = launch("inside", "blend.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "blend: code" in done.stderr
+    blended.check_records(checkout / "runs" / "inside")
+    blended.check_afterwards(checkout / "runs" / "inside", tmp_path / "here")
+    done = launch("missing", "gone.yaml")
+    assert done.returncode == 3 and "/inside/corpora/sample/no-code is not a prepared corpus" in done.stderr, (
+        done.stderr
+    )
+
+
 def test_the_image_holds_the_project(dockerd: dict[str, str], image: str) -> None:
     import docker
 
     client = docker.DockerClient(base_url=dockerd["DOCKER_HOST"])
     listed = client.containers.run(image, ["ls", "/workspace"], network_mode="host", remove=True).decode().split()
-    assert {"launch.py", "recipes", "runtime", "docs"} <= set(listed) and not {".venv", "runs"} & set(listed)
+    assert {"launch.py", "recipes", "launcher", "docs"} <= set(listed) and not {".venv", "runs"} & set(listed)
     client.containers.run(image, ["python", "-c", "import gigatoken"], network_mode="host", remove=True)
 
 

@@ -22,6 +22,7 @@ from common.errors import UserError
 from launcher.cluster_file import Cluster, K8s, load
 from launcher.executors import k8s as executor
 from launcher.executors.k8s_manifest import manifest
+from tests.launcher.executors import blended
 from tests.launcher.executors.jobs import job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,8 +101,9 @@ def test_valid(nodes: int, accelerator: str, tmp_path: Path) -> None:
 def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
     """torchrun takes its place and meeting point from the manifest's PET_* variables (DNS replaced by loopback)."""
     ranks = _pod(_objects(2, tmp_path))["containers"][0]
-    (tmp_path / "runtime").mkdir()
-    (tmp_path / "runtime" / "rank.py").write_text(  # one write a rank: what two ranks print must not mix
+    (tmp_path / "launcher").mkdir()
+    (tmp_path / "launcher" / "__init__.py").touch()  # found before the real package, wherever that is
+    (tmp_path / "launcher" / "rank_main.py").write_text(  # one write a rank: what two ranks print must not mix
         "import os, sys\nsys.stdout.write('{RANK} {WORLD_SIZE}\\n'.format(**os.environ))\n"
     )
     with socket.socket() as probe:
@@ -227,6 +229,40 @@ def test_created_and_waited_for(api: Any) -> None:
     path, body = api.seen["Job"]
     assert path == "/apis/batch/v1/namespaces/training/jobs"
     assert body == list(yaml.safe_load_all(Path("runs/my-run/k8s.yaml").read_text()))[-1]
+
+
+def _play_pod(pod: dict[str, Any], files: dict[str, str], claim: Path, folder: Path) -> None:
+    """Run what the pod runs, with `claim` where it mounts the claim and this Python in place of the image's."""
+    written = folder / "written"
+    written.mkdir()
+    for name, text in files.items():
+        (written / name).write_text(text)
+    env = {**os.environ, "HOSTNAME": "pod", "PYTHONPATH": str(ROOT)}
+    copy = [word.replace("$$", "$").replace("/written/", f"{written}/") for word in pod["initContainers"][0]["command"]]
+    subprocess.run(copy, cwd=claim, env=env, check=True)
+    ranks = pod["containers"][0]
+    env |= {row["name"]: row["value"].replace("$$", "$") for row in ranks["env"]}
+    done = subprocess.run(
+        [sys.executable, *ranks["command"][1:]], cwd=claim, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_blend_that_only_the_claim_holds(api: Any, sample: Path, tmp_path: Path) -> None:
+    """Submitted from a folder without corpora and base; checked, read and recorded in the pod."""
+    claim, here = tmp_path / "claim", tmp_path / "here"
+    here.mkdir()
+    blended.place_data(claim, sample)
+    (here / "cluster.yaml").write_text(yaml.safe_dump({"image": "i:1", "workdir": "/workspace", "k8s": {"pvc": "c"}}))
+    start = [sys.executable, str(ROOT / "launch.py"), "--recipe", blended.RECIPE, "--name", "far"]
+    words = ["--executor", "k8s", "--cluster", "cluster.yaml", *blended.WORDS]
+    done = subprocess.run([*start, *words], cwd=here, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    files = api.seen["ConfigMap"][1]["data"]
+    assert set(files) == {"spec.json", "config.yaml", "env.json", "command.txt", "version.txt"}
+    _play_pod(api.seen["Job"][1]["spec"]["template"]["spec"], files, claim, tmp_path)
+    blended.check_records(claim / "runs" / "far")
+    blended.check_afterwards(claim / "runs" / "far", here)
 
 
 def test_failure_shows_the_pod_that_failed(api: Any, caplog: pytest.LogCaptureFixture) -> None:

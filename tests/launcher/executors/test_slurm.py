@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.launcher.executors import blended
 from tests.launcher.executors.conftest import Slurm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -170,18 +171,45 @@ def sshd(slurm: Slurm, tmp_path: Path) -> Iterator[tuple[int, Path]]:
         shutil.rmtree(folder)
 
 
-def test_over_ssh(slurm: Slurm, sshd: tuple[int, Path], sample: Path, tmp_path: Path) -> None:
-    """What the launcher wrote goes to the checkout there; its lines come back; the run is there."""
-    there, here, (port, key) = tmp_path / "it's there; touch x", tmp_path / "here", sshd
-    here.mkdir()
-    there.mkdir()
+def _far_cluster(there: Path, sshd: tuple[int, Path]) -> str:
+    """A cluster file for this Slurm, reached through the ssh server, with its checkout in `there`."""
+    port, key = sshd
     tunnel = {"kind": "ssh", "host": "127.0.0.1", "user": "root", "port": port, "identity": str(key)}
     file = {"partition": "low", "workdir": str(there), "python": sys.executable, "tunnel": tunnel}
-    file["env"] = {"PYTHONPATH": str(ROOT)}
-    command = _command(tmp_path, sample, "--name", "far", "trainer.max_steps=3", cluster=yaml.safe_dump(file))
+    return str(yaml.safe_dump({**file, "env": {"PYTHONPATH": str(ROOT)}}))
+
+
+def _launch_far(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "launch.py"), "--executor", "slurm", "--cluster", "cluster.yaml", *words]
     away = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(command, cwd=here, env=away, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=here, env=away, capture_output=True, text=True, timeout=300)
+
+
+def test_over_ssh(slurm: Slurm, sshd: tuple[int, Path], sample: Path, tmp_path: Path) -> None:
+    """A blend and a base model that exist over there only: checked, read and recorded there; its lines come back."""
+    there, here = tmp_path / "it's there; touch x", tmp_path / "here"
+    here.mkdir()
+    blended.place_data(there, sample)
+    (here / "cluster.yaml").write_text(_far_cluster(there, sshd))
+    done = _launch_far(here, "--recipe", blended.RECIPE, "--name", "far", *blended.WORDS)
     assert done.returncode == 0, done.stderr
-    assert sorted(_losses(there / "runs" / "far")) == [1, 2, 3]
-    assert "step 3/3" in done.stderr and f"ssh -p {port} root@127.0.0.1 'scancel" in done.stderr
-    assert not (here / "runs/far/checkpoints").exists() and not (there / "x").exists()
+    assert "step 3/3" in done.stderr and f"ssh -p {sshd[0]} root@127.0.0.1 'scancel" in done.stderr
+    assert "blend: code" in done.stderr
+    blended.check_records(there / "runs" / "far")
+    assert {path.name for path in (here / "runs/far").iterdir()} == {
+        "spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "slurm",
+    }  # fmt: skip
+    assert not (there / "x").exists()
+    blended.check_afterwards(there / "runs" / "far", here)
+
+
+def test_over_ssh_a_missing_corpus_is_said(slurm: Slurm, sshd: tuple[int, Path], tmp_path: Path) -> None:
+    """The launcher cannot look there; the first rank does, before it imports NeMo, and the command fails with 3."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    here.mkdir()
+    there.mkdir()
+    (here / "cluster.yaml").write_text(_far_cluster(there, sshd))
+    done = _launch_far(here, "--recipe", blended.RECIPE, "--name", "none", *blended.WORDS)
+    assert done.returncode == 3, done.stderr
+    assert "failed first" in done.stderr and "corpora/sample/code is not a prepared corpus" in done.stderr
+    assert "no base model in models/qwen25-tiny" in done.stderr

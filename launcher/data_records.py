@@ -1,0 +1,55 @@
+"""Records in the run directory what a run reads: data.json (manifests of the corpora) and blend.json (their shares)."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.rundir import RunDir
+from data.manifest import FILE_NAME
+from data.resolve_blend import resolve_run_blend
+from recipes.plan import Plan
+
+if TYPE_CHECKING:
+    import nemo_run as run
+
+log = logging.getLogger("launch")
+
+
+def manifests(partial: run.Partial) -> dict[str, object]:
+    """Folder -> content of its manifest.json, for every prepared corpus that the run reads.
+
+    Raises:
+        ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
+    """
+    if partial.data.blend is not None:
+        folders = list(resolve_run_blend(partial.data.blend, partial.data.replay_share)[1].values())
+    else:
+        folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
+    found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
+    return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
+
+
+def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
+    """Write data.json and, for a blend, blend.json; log what the blend comes to over the whole run.
+
+    This happens where the corpora are: in the launcher if the run trains on its machine, else in rank 0.
+
+    Raises:
+        ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
+    """
+    if plan.blend is not None:
+        trained, _ = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+        for line in trained.table():
+            log.info("blend: %s", line)
+        _replace(folder.blend, trained.to_json())
+    _replace(folder.data, json.dumps(manifests(partial)) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file in one step: other ranks may be reading it."""
+    part = path.with_suffix(".json.tmp")
+    part.write_text(text)
+    part.replace(path)

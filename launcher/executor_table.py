@@ -1,0 +1,68 @@
+"""Executors by name, and what each means for the launcher: who checks the machine and reads the data, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from common.errors import UserError, unknown_name
+
+if TYPE_CHECKING:
+    from launcher.cluster_file import Cluster
+
+
+@dataclass(frozen=True)
+class Executor:
+    """What the launcher has to know of an executor before it starts anything.
+
+    Args:
+        trains_here: the ranks run on this machine and in its file system: the launcher checks machine and data, and
+            records the data, before the start. Elsewhere the ranks do so when they start.
+        needs_cluster_file: without --cluster FILE nobody knows where to submit.
+    """
+
+    trains_here: bool
+    needs_cluster_file: bool = False
+
+
+EXECUTORS = {
+    "direct": Executor(trains_here=True),
+    "local": Executor(trains_here=True),
+    "mpirun": Executor(trains_here=True),
+    "docker": Executor(trains_here=False),
+    "slurm": Executor(trains_here=False, needs_cluster_file=True),
+    "k8s": Executor(trains_here=False, needs_cluster_file=True),
+}
+
+
+def check(name: str, cluster_file: str | None) -> None:
+    """Check what --executor and --cluster say, before anything is built.
+
+    Raises:
+        UserError: no such executor, or it needs a cluster file and none is given.
+    """
+    if name not in EXECUTORS:
+        raise unknown_name("executor", name, EXECUTORS, "--executor direct")
+    if EXECUTORS[name].needs_cluster_file and cluster_file is None:
+        raise UserError(
+            f"--executor {name} needs a cluster file",
+            expected="--cluster FILE",
+            found="none",
+            do=f"copy docs/clusters/{name}.yaml, edit it, and give it with --cluster",
+        )
+
+
+def trains_here(name: str | None) -> bool:
+    """Whether the ranks run on this machine and in its file system; None stands for `direct` or `local`."""
+    return name is None or EXECUTORS[name].trains_here
+
+
+def shares_files(name: str | None, cluster: Cluster | None) -> bool:
+    """Whether a path means the same file to the launcher and to the ranks.
+
+    If not, neither the corpora nor the base model nor the checkpoints of the run can be looked at from here. The
+    nodes of a Slurm cluster share the file system of the machine that submits; a machine behind ssh, a Kubernetes
+    cluster and every container have a file system of their own (a container sees what its mounts and its image hold).
+    """
+    on_shared_nodes = name == "slurm" and cluster is not None and not cluster.image and cluster.tunnel.kind == "local"
+    return trains_here(name) or on_shared_nodes
