@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ProjectError
 from common.rundir import RunDir
+from data.blend import parse_blend, read_yaml
 from data.indexed import check_prefix, read_index
-from data.manifest import FILE_NAME, SPLITS, load_manifest
+from data.manifest import SPLITS, load_manifest
 from data.resolve_blend import resolve_run_blend
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
@@ -41,13 +42,8 @@ def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
         return
     if prefixes is None:
         folder = Path(plan.data or "")
-        if not (folder / FILE_NAME).is_file():
-            yield error(
-                f"no prepared corpus in {folder}",
-                expected=f"{folder}/{FILE_NAME} with train, validation and test",
-                found="no such folder" if not folder.exists() else "a folder without a manifest",
-                do=_how_to_prepare(folder),
-            )
+        if missing := _find_missing([folder]):
+            yield from missing
             return
         yield from _check_manifest(plan, folder)
         prefixes = {split: [folder / split] for split in SPLITS}
@@ -69,6 +65,10 @@ def _check_blend(plan: Plan) -> Iterator[Finding]:
     """Check that every domain is a prepared corpus of one tokenizer, and that shares and epochs make sense."""
     assert plan.blend is not None
     try:
+        blend = parse_blend(read_yaml(Path(plan.blend)) if isinstance(plan.blend, str) else plan.blend)
+        if missing := _find_missing([domain.folder for domain in blend.domains]):
+            yield from missing
+            return
         trained, folders = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
     except ProjectError as problem:
         yield Finding(problem)
@@ -120,10 +120,16 @@ def _check_manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
         )
 
 
-def _how_to_prepare(folder: Path) -> str:
-    if "sample" in folder.parts:
-        return "python launch.py data sample"
-    return f"python launch.py data prepare INPUT --output {folder} --tokenizer Qwen/Qwen2.5-0.5B"
+def _find_missing(folders: Sequence[Path]) -> list[Finding]:
+    """Find the folders that hold no prepared corpus: all of them, not only the first."""
+    findings = []
+    for folder in folders:
+        try:
+            load_manifest(folder)
+        except ProjectError as problem:
+            do = "python launch.py data sample" if folder.parts[:2] == ("corpora", "sample") else problem.do
+            findings.append(error(problem.what, expected=problem.expected, found=problem.found, do=do))
+    return findings
 
 
 def _check_length(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
@@ -145,14 +151,20 @@ def _check_length(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
         )
 
 
+def _is_hub_id(base: str) -> bool:
+    """OWNER/NAME, and neither a folder that exists nor one of models/, where this project keeps its own."""
+    owner = base.split("/")[0]
+    return base.count("/") == 1 and base[0] not in "./~" and owner != "models" and not Path(base).is_dir()
+
+
 def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """Check the base model's shape against the recipe's, as far as its config.json tells."""
     if plan.base is None or run.whole_checkpoints():
         return
     config = Path(plan.base) / "config.json"
     if not config.is_file():
-        if not Path(plan.base).is_dir() and plan.base.count("/") == 1 and plan.base[0] not in "./~":
-            return  # a hub id: downloaded when the ranks import it
+        if _is_hub_id(plan.base):
+            return  # downloaded when the ranks import it
         tiny = Path(plan.base).name == "qwen25-tiny"
         yield error(
             f"no base model in {plan.base}",

@@ -53,7 +53,7 @@ def test_what_is_checked_where_the_ranks_run(corpus: Path, caplog: pytest.LogCap
     said = [record.message for record in caplog.records]
     assert said[0] == "preflight: 4 checks passed (packages, batch and sequence, parallel layout, schedule)"
     assert said[1] == "preflight: the ranks check GPUs, base model, corpora, disk, memory and ports when they start"
-    assert said[2].startswith("no prepared corpus in nowhere")
+    assert said[2].startswith("nowhere is not a prepared corpus")
     assert said[3] == "preflight: the ranks check GPUs, memory and ports when they start"
 
 
@@ -62,7 +62,18 @@ def test_missing_files(corpus: Path) -> None:
     assert "train.idx" in _only(_check(corpus))
     (corpus / "validation.bin").unlink()
     assert len(_check(corpus)) == 2  # all at once
-    assert "no prepared corpus" in _only(_check(corpus.parent / "nowhere"))
+    assert "is not a prepared corpus" in _only(_check(corpus.parent / "nowhere"))
+
+
+def test_everything_that_a_continual_run_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each corpus of the blend and the base model, all at once, with the command that makes it."""
+    monkeypatch.chdir(tmp_path)
+    plan = registry.resolve("qwen25_tiny_cpt").plan
+    findings = [str(finding.problem) for finding in preflight.check(plan, RunDir("run"), machine=False)]
+    code, prose, base = findings
+    assert code.startswith("corpora/sample/code is not a prepared corpus") and "launch.py data sample" in code
+    assert prose.startswith("corpora/sample/prose is not a prepared corpus")
+    assert base.startswith("no base model in models/qwen25-tiny") and "make demo" in base
 
 
 def test_truncated_bin_and_idx(corpus: Path) -> None:
