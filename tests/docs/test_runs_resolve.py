@@ -9,8 +9,18 @@ import pytest
 
 from tests.docs.pages import commands
 
-OPTIONS = {"--recipe", "--executor", "--env", "--cluster", "--name", "--devices", "--nodes", "--memory-profile"}
-PLACEHOLDERS = {"NAME", "MINE", "qwen25_mine", "my_recipes.py:qwen25_mine"}
+OPTIONS = {
+    "--recipe",
+    "--executor",
+    "--env",
+    "--cluster",
+    "--name",
+    "--devices",
+    "--nodes",
+    "--memory-profile",
+    "--runs",
+}
+PLACEHOLDERS = {"NAME", "qwen25_mine", "my_recipes.py:qwen25_mine"}
 
 
 def _runs() -> list[tuple[str, str]]:
@@ -36,6 +46,18 @@ def test_run_resolves(page: str, arguments: str) -> None:
     found = resolve(RunSpec(**spec, memory_profile=options.get("--memory-profile")))
     lines = apply_to_recipe(found.recipe.build(found.plan), found.overrides, found.recipe.plan)
     assert len(lines) == len(overrides)
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands("python launch.py resume "))
+def test_changes_on_a_resume_are_of_the_plan(page: str, arguments: str) -> None:
+    """The words after the run's name name numbers that a plan has."""
+    from recipes import overrides, registry
+    from recipes.plan import PATHS
+
+    _, words = _split(shlex.split(arguments))
+    changes = overrides.parse(words[1:])
+    assert {one.path for one in changes} <= set(PATHS)
+    overrides.apply_to_plan(registry.resolve("qwen25_500m_cpt").plan, changes)
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
