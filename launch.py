@@ -75,6 +75,19 @@ def train(
         Optional[int], typer.Option(metavar="N", help="Ranks per node; default: the recipe's (--devices 2).")
     ] = None,
     nodes: Annotated[Optional[int], typer.Option(metavar="N", help="Nodes; default: the recipe's (--nodes 2).")] = None,
+    profile: Annotated[
+        Optional[str],
+        typer.Option(help="Learning rate and schedule: gentle, strong, polish or wsd; default: the recipe's."),
+    ] = None,
+    tokens: Annotated[
+        Optional[str], typer.Option(metavar="N", help="Length in tokens (--tokens 2B); default: the recipe's steps.")
+    ] = None,
+    epochs: Annotated[
+        Optional[float], typer.Option(metavar="N", help="Length in readings of the new corpora (--epochs 1).")
+    ] = None,
+    tokens_per_step: Annotated[
+        Optional[str], typer.Option(metavar="N", help="Global batch in tokens (--tokens-per-step 262144).")
+    ] = None,
     memory_profile: Annotated[
         Optional[str],
         typer.Option(
@@ -102,10 +115,12 @@ def train(
 
     from common.spec import RunSpec
     from launcher.launch import launch
+    from launcher.run_length import with_length
 
     words = tuple(_rank_words(devices, nodes) + (overrides or []))
     spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=words)
-    spec = replace(spec, memory_profile=memory_profile, runs=runs, gates=not no_gates)
+    spec = replace(spec, memory_profile=memory_profile, profile=profile, runs=runs, gates=not no_gates)
+    spec = with_length(spec, tokens, epochs, tokens_per_step)
     raise typer.Exit(launch(replace(spec, resume=resume, dryrun=dryrun)))
 
 

@@ -20,6 +20,10 @@ class RunSpec:
         env: an environment set of common/environment/merge.py; None takes the recipe's.
         memory_profile: share of each GPU's memory to fit the batch to (recipes/memory.py); None takes the recipe's.
         process_group_backend: what the environment set asks for (`gloo`); None leaves it to the recipe.
+        profile: of recipes/profiles.py; None takes the recipe's learning rate.
+        tokens: length of the training in tokens, rounded up to whole steps, with the schedule laid out over it; None
+            takes the recipe's number of steps.
+        tokens_per_step: size of a global batch in tokens, rounded to whole micro batches; None takes the recipe's.
         runs: the folder that holds the run directories.
         gates: check before step 1 that the run trains what its recipe says (training/gates.py).
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
@@ -36,6 +40,9 @@ class RunSpec:
     env: str | None = None
     memory_profile: str | None = None
     process_group_backend: str | None = None
+    profile: str | None = None
+    tokens: int | None = None
+    tokens_per_step: int | None = None
     runs: str = "runs"
     gates: bool = True
     name: str | None = None

@@ -34,7 +34,7 @@ def fit(resolved: Resolved, folder: RunDir, *, ask_gpus: bool) -> Resolved:
             log.info("%s (%s)", override, "as this run began" if str(override) in recorded else "changed")
         own = any(one.path == "data.micro_batch_size" and str(one) not in recorded for one in batch)
         return resolved if own else _fit_replicas(resolved)
-    if plan.memory_profile and not resolved.is_overridden(*BATCH):
+    if plan.memory_profile and not resolved.is_overridden(*BATCH) and resolved.spec.tokens_per_step is None:
         return _fit_profile(resolved, ask_gpus)
     if resolved.is_overridden("data.micro_batch_size"):
         return resolved  # preflight says what is wrong with it

@@ -190,6 +190,9 @@ def _log_run(resolved: Resolved, folder: RunDir, settings: list[Setting]) -> Non
         *(plan.tokens_per_step, plan.global_batch_size, plan.micro_batch_size, plan.data_parallel),
         *(plan.num_micro_batches, plan.seq_length),
     )
+    if spec.tokens is not None:
+        tokens = plan.max_steps * plan.tokens_per_step
+        log.info("length: %d steps = %s tokens (--tokens %s)", plan.max_steps, f"{tokens:,}", f"{spec.tokens:,}")
     if plan.profile is not None:
         log.info("profile %s: peak learning rate %g, %s", plan.profile, plan.max_lr, plan.schedule)
     for s in settings:

@@ -8,6 +8,7 @@ with the nearest name that exists.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -119,10 +120,12 @@ def _value(plan: Plan, override: Override) -> Any:
         return None
     old = plan.values()[override.path]
     try:
+        if override.path == "data.blend" and text.startswith("{"):  # written out; else the path of its file
+            return ast.literal_eval(text)
         value = _read(text, kind)
         if override.operator != "=":
             value = kind(_ARITHMETIC[override.operator](old, value))
-    except (ValueError, TypeError, KeyError, ZeroDivisionError):
+    except (ValueError, TypeError, KeyError, SyntaxError, ZeroDivisionError):
         raise _wrong_type(override, kind.__name__) from None
     return value
 

@@ -7,6 +7,7 @@ environment variables hold.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,31 @@ def resolve(spec: RunSpec) -> Resolved:
     return _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
 
 
+def _with_tokens_per_step(plan: Plan, tokens: int | None) -> Plan:
+    """The plan with the global batch nearest to `tokens` tokens that is made of whole micro batches of all replicas."""
+    if tokens is None:
+        return plan
+    at_once = max(1, plan.micro_batch_size) * max(1, plan.data_parallel)
+    samples = max(1, round(tokens / max(1, plan.seq_length) / at_once)) * at_once
+    return dataclasses.replace(plan, global_batch_size=samples)
+
+
+def _check_lengths(spec: RunSpec, given: tuple[Override, ...]) -> None:
+    """One way of saying a number at a time."""
+    for option, value, path in (
+        ("--tokens", spec.tokens, "trainer.max_steps"),
+        ("--tokens-per-step", spec.tokens_per_step, "data.global_batch_size"),
+    ):
+        words = [str(override) for override in given if override.path == path]
+        if value is not None and words:
+            raise UserError(
+                f"{option} and {path} both say how much is trained",
+                expected="one of them",
+                found=f"{option} {value} and {words[-1]}",
+                do=f"leave {words[-1]} or {option} out",
+            )
+
+
 def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
     """The spec of a resumed run: what was recorded at its last start, with what the user asks for now.
 
@@ -75,6 +101,9 @@ def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
         env=asked.env or recorded.env,
         memory_profile=asked.memory_profile or recorded.memory_profile,
         gates=asked.gates and recorded.gates,
+        profile=asked.profile or recorded.profile,
+        tokens=None if "trainer.max_steps" in replaced else asked.tokens or recorded.tokens,
+        tokens_per_step=asked.tokens_per_step or recorded.tokens_per_step,
         overrides=(*kept, *asked.overrides),
     )
 
@@ -86,12 +115,18 @@ def changes(before: Plan, now: Plan) -> list[str]:
 
 
 def _resolved(spec: RunSpec, recipe: Recipe, given: tuple[Override, ...]) -> Resolved:
-    plan = recipe.plan
+    plan = recipe.plan.changed(profile=spec.profile) if spec.profile is not None else recipe.plan
     if spec.memory_profile is not None:
         plan = dataclasses.replace(plan, memory_profile=spec.memory_profile)
     if spec.process_group_backend is not None and plan.accelerator == "gpu":
         plan = dataclasses.replace(plan, process_group_backend=spec.process_group_backend)
-    plan = overrides.apply_to_plan(plan, given)
+    declared = plan
+    plan = _with_tokens_per_step(overrides.apply_to_plan(plan, given), spec.tokens_per_step)
+    if spec.tokens is not None:
+        steps = math.ceil(spec.tokens / max(1, plan.tokens_per_step))
+        plan = overrides.apply_to_plan(declared.changed(max_steps=steps), given)
+        plan = _with_tokens_per_step(plan, spec.tokens_per_step)
+    _check_lengths(spec, given)
     optimizer = "optim.config.use_distributed_optimizer"
     on_gloo = plan.process_group_backend == "gloo" and plan.accelerator == "gpu"
     if on_gloo and not any(override.path == optimizer for override in given):

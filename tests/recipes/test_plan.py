@@ -14,7 +14,10 @@ from common import rundir
 from common.environment.merge import apply_environment
 from common.environment.sets import SETS
 from common.errors import UserError
+from common.quantities import parse_count
 from common.spec import RunSpec
+from data.manifest import load_manifest
+from launcher.run_length import with_length
 from recipes import overrides, registry
 from recipes.qwen25 import QWEN25_500M, REDUCED
 from recipes.resolve import resolve
@@ -212,3 +215,49 @@ def test_what_the_launcher_sets_is_refused_with_the_way_to_say_it(word: str, do:
     with pytest.raises(UserError, match="set by the launcher") as error:
         overrides.parse((word,))
     assert do in error.value.do
+
+
+def test_length_and_batch_in_tokens() -> None:
+    """Whole micro batches, whole steps, and the schedule laid out over them."""
+    spec = RunSpec(recipe="qwen25_500m", tokens=parse_count("2B", "--tokens"), tokens_per_step=500_000)
+    plan = resolve(spec).plan
+    assert plan.global_batch_size == 244 and plan.global_batch_size % plan.micro_batch_size == 0
+    assert plan.max_steps == plan.decay_end == 4003  # 2e9 / (244 x 2048) = 4002.3
+    two = resolve(dataclasses.replace(spec, overrides=("trainer.devices=2", "data.micro_batch_size=16"))).plan
+    assert two.global_batch_size == 256
+    kept = resolve(dataclasses.replace(spec, overrides=("optim.lr_scheduler.decay_end=100",))).plan
+    assert (kept.max_steps, kept.decay_end) == (4003, 100)
+    with pytest.raises(UserError, match="both say"):
+        resolve(dataclasses.replace(spec, overrides=("trainer.max_steps=5",)))
+    assert resolve(RunSpec(recipe="qwen25_500m_cpt", profile="wsd")).plan.schedule == "wsd"
+    with pytest.raises(UserError, match="did you mean 'strong'"):
+        resolve(RunSpec(recipe="qwen25_500m_cpt", profile="stron"))
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    (("2B", 2 * 10**9), ("1.5m", 1_500_000), ("262_144", 262_144), ("1e9", 10**9), ("7", 7)),
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text, "--tokens") == count
+
+
+@pytest.mark.parametrize("text", ("0", "-3", "two", "", "0.2", "2 B x"))
+def test_wrong_counts(text: str) -> None:
+    with pytest.raises(UserError, match="--tokens: cannot read"):
+        parse_count(text, "--tokens")
+
+
+def test_epochs_count_the_new_text(sample: Path) -> None:
+    tokens = load_manifest(sample / "code").splits["train"].tokens
+    domains = [{"name": name, "folder": str(sample / name), "role": role} for name, role in ROLES.items()]
+    words = (f"data.blend={{'domains': {domains}, 'replay_share': 0.25}}",)
+    blended = with_length(RunSpec(recipe="qwen25_tiny_cpt", overrides=words), None, 2.0, None)
+    assert blended.tokens is not None and abs(blended.tokens - 2 * tokens / 0.75) <= 1
+    one = with_length(RunSpec(recipe="qwen25_tiny", overrides=(f"data.paths={sample / 'code'}",)), None, 0.5, None)
+    assert one.tokens == -(-tokens // 2)
+    with pytest.raises(UserError, match="both say how long"):
+        with_length(RunSpec(recipe="qwen25_tiny"), "2B", 1.0, None)
+
+
+ROLES = {"code": "new", "prose": "replay"}

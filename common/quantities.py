@@ -1,0 +1,30 @@
+"""Counts as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from common.errors import UserError
+
+_FACTORS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+
+
+def parse_count(text: str, option: str) -> int:
+    """A positive whole number such as `500000`, `262_144`, `2B`, `1.5M` or `1e9`.
+
+    Args:
+        option: what the number is for, named in the error.
+
+    Raises:
+        UserError: not such a number.
+    """
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    count = round(float(match[1].replace("_", "")) * _FACTORS[match[2]]) if match else 0
+    if count < 1:
+        raise UserError(
+            f"{option}: cannot read {text!r}",
+            expected="a positive number such as 500000, 262_144, 2B or 1.5M",
+            found=repr(text),
+            do=f"{option} 2B",
+        )
+    return count
