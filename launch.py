@@ -52,11 +52,14 @@ def main(
 @app.command(name="train", rich_help_panel=TRAIN)
 def train(
     recipe: Annotated[
-        str, typer.Option(metavar="NAME", help="From `recipes`, or FILE.py:function (--recipe qwen25_tiny).")
-    ],
+        Optional[str], typer.Option(metavar="NAME", help="From `recipes`, or FILE.py:function (--recipe qwen25_tiny).")
+    ] = None,
     overrides: Annotated[
         Optional[list[str]],
         typer.Argument(metavar="[PATH=VALUE]...", help="Numbers of the recipe to change (trainer.max_steps=200)."),
+    ] = None,
+    config: Annotated[
+        Optional[Path], typer.Option(metavar="FILE", help="A run described in YAML; what is given beside it wins.")
     ] = None,
     name: Annotated[
         Optional[str], typer.Option(metavar="RUN", help="Run directory runs/RUN; default: the recipe's name, numbered.")
@@ -67,7 +70,9 @@ def train(
     dryrun: Annotated[
         bool, typer.Option("--dryrun", help="Check, and print the configuration as YAML; train nothing.")
     ] = False,
-    runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of the run directories; default: runs.")] = "runs",
+    runs: Annotated[
+        Optional[str], typer.Option(metavar="DIR", help="Folder of the run directories; default: runs.")
+    ] = None,
     no_gates: Annotated[
         bool, typer.Option("--no-gates", help="Leave the truth gates out (docs/truth.md); the passport says so.")
     ] = False,
@@ -111,17 +116,24 @@ def train(
     ] = None,
 ) -> None:
     """Train a recipe. The word `train` can be left out."""
-    from dataclasses import replace
-
     from common.spec import RunSpec
+    from launcher import run_file
     from launcher.launch import launch
     from launcher.run_length import with_length
 
-    words = tuple(_rank_words(devices, nodes) + (overrides or []))
-    spec = RunSpec(recipe=recipe, executor=executor, cluster=cluster, env=env, name=name, overrides=words)
-    spec = replace(spec, memory_profile=memory_profile, profile=profile, runs=runs, gates=not no_gates)
-    spec = with_length(spec, tokens, epochs, tokens_per_step)
-    raise typer.Exit(launch(replace(spec, resume=resume, dryrun=dryrun)))
+    given: dict[str, str | bool | None] = {
+        "recipe": recipe,
+        "name": name,
+        "runs": runs,
+        "executor": executor,
+        "cluster": cluster,
+        "env": env,
+    }
+    given |= {"profile": profile, "memory_profile": memory_profile, "gates": False if no_gates else None}
+    given |= {"resume": resume or None, "dryrun": dryrun or None}
+    described = run_file.load(config) if config is not None else RunSpec(recipe="")
+    spec = run_file.merge(described, given, tuple(_rank_words(devices, nodes) + (overrides or [])))
+    raise typer.Exit(launch(with_length(spec, tokens, epochs, tokens_per_step)))
 
 
 @app.command(rich_help_panel=TRAIN)

@@ -1,6 +1,6 @@
 """runs/NAME: the one place that knows where a run keeps what.
 
-by the launcher: spec.json config.yaml env.json command.txt version.txt
+by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
 during the run: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
 after it: export.json report.html
@@ -34,6 +34,7 @@ class RunDir:
         self.env = self.path / "env.json"
         self.command = self.path / "command.txt"
         self.version = self.path / "version.txt"
+        self.run_file = self.path / "run.yaml"
         self.data = self.path / "data.json"
         self.base = self.path / "base.json"
         self.gates = self.path / "gates.json"

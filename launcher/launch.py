@@ -17,7 +17,7 @@ from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import batch_size, build, data_records, executor_table, executors
+from launcher import batch_size, build, data_records, executor_table, executors, run_file
 from launcher.executors import Job
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
@@ -172,6 +172,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     if spec.resume and spec.dryrun:
         return text
     folder.write(spec, text, settings, [sys.executable, *sys.argv])
+    folder.run_file.write_text(run_file.dump(spec))
     if executor_table.trains_here(spec.executor) and not spec.dryrun:
         data_records.write(built.partial, built.plan, folder)
     if spec.dryrun:

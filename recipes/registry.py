@@ -89,7 +89,10 @@ def _from_file(path: Path, function: str) -> Recipe:
     spec = importlib.util.spec_from_file_location(f"recipe_file_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    listed = dict(_registered)
     spec.loader.exec_module(module)
+    _registered.clear()  # a file of the user's own adds nothing to the list of this package's recipes
+    _registered.update(listed)
     own = module.__name__  # what the file imports from elsewhere has its name there
     found = {n: v for n, v in vars(module).items() if isinstance(v, Recipe) and v.build.__module__ == own}
     if function not in found:
