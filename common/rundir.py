@@ -17,6 +17,7 @@ from pathlib import Path
 from common.commands import launch_command
 from common.environment.merge import Setting
 from common.errors import UserError
+from common.files import write_atomic
 from common.spec import RunSpec
 from common.version import code_version
 
@@ -118,12 +119,11 @@ class RunDir:
 
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
         """Everything needed to know, and repeat, what was run."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.spec_file.write_text(spec.to_json())
-        self.config.write_text(config)
-        self.env.write_text(json.dumps([asdict(s) for s in settings], indent=1) + "\n")
-        self.command.write_text(shlex.join(argv) + "\n")
-        self.version.write_text(code_version() + "\n")
+        write_atomic(self.spec_file, spec.to_json())
+        write_atomic(self.config, config)
+        write_atomic(self.env, json.dumps([asdict(s) for s in settings], indent=1) + "\n")
+        write_atomic(self.command, shlex.join(argv) + "\n")
+        write_atomic(self.version, code_version() + "\n")
 
 
 def _marker(checkpoint: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+from dataclasses import dataclass
 
 from common import machine_facts
 from common.rundir import RunDir
@@ -17,14 +18,37 @@ log = logging.getLogger("launch")
 BATCH = ("data.micro_batch_size", "data.global_batch_size", "data.seq_length", "model.config.seq_length")
 
 
-def fit(resolved: Resolved, folder: RunDir, *, ask_gpus: bool) -> Resolved:
+@dataclass(frozen=True)
+class Gpus:
+    """The smallest GPU that a rank of the run gets.
+
+    Args:
+        gib: its memory.
+        have_te: Transformer Engine is installed where it trains.
+    """
+
+    gib: float
+    have_te: bool = True
+
+
+def gpus_of_this_machine(plan: Plan) -> Gpus | None:
+    """The visible GPUs that a run of this plan takes here; None without any."""
+    found = machine_facts.query_gpus().visible[: plan.devices]
+    if plan.accelerator != "gpu" or not found:
+        return None
+    have_te = importlib.util.find_spec("transformer_engine") is not None
+    return Gpus(min(gpu.total / memory.GIB for gpu in found), have_te)
+
+
+def fit(resolved: Resolved, folder: RunDir, gpus: Gpus | None, *, trains_elsewhere: bool = False) -> Resolved:
     """The same run with overrides for what the recipe leaves to the machine, each choice logged with its reason.
 
     A number that the user gave is never changed. A resumed run keeps the batch it began with, in smaller pieces where
     more replicas share it.
 
     Args:
-        ask_gpus: this machine trains, so that the size of its GPUs decides.
+        gpus: what the run trains on; None where that is not known.
+        trains_elsewhere: the ranks know their GPUs, and fit the batch when they start (launcher/rank_main.py).
     """
     plan = resolved.plan
     if resolved.spec.resume:
@@ -34,27 +58,29 @@ def fit(resolved: Resolved, folder: RunDir, *, ask_gpus: bool) -> Resolved:
             log.info("%s (%s)", override, "as this run began" if str(override) in recorded else "changed")
         own = any(one.path == "data.micro_batch_size" and str(one) not in recorded for one in batch)
         return resolved if own else _fit_replicas(resolved)
-    if plan.memory_profile and not resolved.is_overridden(*BATCH) and resolved.spec.tokens_per_step is None:
-        return _fit_profile(resolved, ask_gpus)
+    by_profile = plan.memory_profile and not resolved.is_overridden(*BATCH) and resolved.spec.tokens_per_step is None
     if resolved.is_overridden("data.micro_batch_size"):
         return resolved  # preflight says what is wrong with it
-    size, path = _gpu(resolved, ask_gpus) if plan.accelerator == "gpu" and plan.model_parallel == 1 else (None, "fast")
-    return _fill_gpu(resolved, size, path) if size else _fit_replicas(resolved)
+    if gpus is None and trains_elsewhere and plan.accelerator == "gpu":
+        log.info("batch: fitted to the GPUs of the machine that trains, when it starts there")
+        return resolved if by_profile else _fit_replicas(resolved)
+    if by_profile:
+        return _fit_profile(resolved, gpus)
+    if gpus is not None and plan.model_parallel == 1:
+        return _fill_gpu(resolved, gpus)
+    return _fit_replicas(resolved)
 
 
-def _gpu(resolved: Resolved, ask_gpus: bool) -> tuple[float | None, memory.Path]:
-    """GiB of the smallest GPU that a rank gets, if it can be asked, and the implementation that trains on it."""
-    gpus = machine_facts.query_gpus().visible[: resolved.plan.devices] if ask_gpus else ()
-    size = min((gpu.total / memory.GIB for gpu in gpus), default=None)
+def _implementation(resolved: Resolved, gpus: Gpus) -> memory.Path:
+    """Which code trains: it decides how much memory a sample takes."""
     if any(one.path in memory.MEMORY_LEVERS and one.text.strip().lower() == "false" for one in resolved.overrides):
-        return size, "plain"
-    have_te = not gpus or importlib.util.find_spec("transformer_engine") is not None
-    return size, "fast" if have_te else "sdpa"
+        return "plain"
+    return "fast" if gpus.have_te else "sdpa"
 
 
-def _fill_gpu(resolved: Resolved, size: float, path: memory.Path) -> Resolved:
+def _fill_gpu(resolved: Resolved, gpus: Gpus) -> Resolved:
     """The same global batch in as few pieces as fit: larger matrix products, fewer launches."""
-    plan = resolved.plan
+    plan, size, path = resolved.plan, gpus.gib, _implementation(resolved, gpus)
     best = memory.largest_micro_batch(plan, size, path)
     if best == plan.micro_batch_size:
         return resolved
@@ -67,14 +93,14 @@ def _fill_gpu(resolved: Resolved, size: float, path: memory.Path) -> Resolved:
     return resolved.with_overrides(Override("data.micro_batch_size", "=", str(best)))
 
 
-def _fit_profile(resolved: Resolved, ask_gpus: bool) -> Resolved:
+def _fit_profile(resolved: Resolved, gpus: Gpus | None) -> Resolved:
     """A memory profile's batch on the smallest GPU that a rank gets; the recipe's own numbers are for 80 GiB."""
     plan = resolved.plan
     assert plan.memory_profile is not None
-    asked, path = _gpu(resolved, ask_gpus)
-    size = asked or memory.ASSUMED_GPU_GIB
-    if asked is None:
-        log.info("profile %s: no GPU to ask on this machine, %.0f GiB assumed", plan.memory_profile, size)
+    if gpus is None:
+        gpus = Gpus(memory.ASSUMED_GPU_GIB)
+        log.info("profile %s: no GPU to ask on this machine, %.0f GiB assumed", plan.memory_profile, gpus.gib)
+    size, path = gpus.gib, _implementation(resolved, gpus)
     fitted, reasons = memory.fit(plan, plan.memory_profile, size, path)
     for reason in reasons:
         log.info("%s", reason)

@@ -164,6 +164,8 @@ class Cluster(_Part):
         mounts: SOURCE:TARGET[:ro] into the container, beside `workdir`.
         workdir: the checkout as the nodes see it; default: the folder that the command is typed in.
         python: the interpreter there; default: `python` in a container, this interpreter without one.
+        gpu_memory_gib: memory of each GPU there, to choose the micro batch before the run is submitted; without it
+            the ranks choose when they start.
         tier: a layer of the environment: how much is logged, how long collectives wait.
         collectives: nccl is the default and adds nothing; gloo and vccl add their environment layer.
         env: variables that this site needs (NCCL_SOCKET_IFNAME, NCCL_IB_HCA), over the environment set.
@@ -179,6 +181,7 @@ class Cluster(_Part):
     mounts: list[Mount] = []
     workdir: AbsolutePath | None = None
     python: Program | None = None
+    gpu_memory_gib: Annotated[float, Field(gt=0, le=4096)] | None = None
     tier: Literal["dev", "staging", "prod"] | None = None
     collectives: Literal["nccl", "gloo", "vccl"] = "nccl"
     env: dict[Variable, AnyText] = {}

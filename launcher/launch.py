@@ -15,6 +15,7 @@ from common import logs, rundir
 from common.environment.merge import Setting, apply_environment, restart_with_preloads
 from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
+from common.files import write_atomic
 from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table, executors, run_file
@@ -49,7 +50,8 @@ def launch(spec: RunSpec) -> int:
     cluster = _load_cluster(resolved.spec)
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
-    resolved = batch_size.fit(resolved, folder, ask_gpus=trains_here)
+    gpus = _known_gpus(resolved.plan, cluster, trains_here)
+    resolved = batch_size.fit(resolved, folder, gpus, trains_elsewhere=not trains_here)
     resolved = resolved.with_spec(name=folder.name, attempt=len(folder.attempts) + 1)
     _log_run(resolved, folder, settings)
     fit_to_start = _preflight(resolved.plan, folder, resolved.spec, cluster)
@@ -69,6 +71,16 @@ def launch(spec: RunSpec) -> int:
             stdout.write(text)
     code = submit(_job(resolved, built, folder, settings, cluster))
     return code if fit_to_start else EXIT_PREFLIGHT
+
+
+def _known_gpus(plan: Plan, cluster: Cluster | None, trains_here: bool) -> batch_size.Gpus | None:
+    """The GPUs that the run will have, where this machine can tell: its own, or what the cluster file says."""
+    if trains_here:
+        return batch_size.gpus_of_this_machine(plan)
+    if cluster is None or cluster.gpu_memory_gib is None:
+        return None
+    log.info("batch: for GPUs of %g GiB (gpu_memory_gib of the cluster file)", cluster.gpu_memory_gib)
+    return batch_size.Gpus(cluster.gpu_memory_gib)
 
 
 def _with_recorded(spec: RunSpec, folder: RunDir) -> RunSpec:
@@ -172,7 +184,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     if spec.resume and spec.dryrun:
         return text
     folder.write(spec, text, settings, [sys.executable, *sys.argv])
-    folder.run_file.write_text(run_file.dump(spec))
+    write_atomic(folder.run_file, run_file.dump(spec))
     if executor_table.trains_here(spec.executor) and not spec.dryrun:
         data_records.write(built.partial, built.plan, folder)
     if spec.dryrun:

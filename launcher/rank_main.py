@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -14,9 +15,10 @@ from pathlib import Path
 
 from common import logs, rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
+from common.files import write_atomic
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import build, data_records, executor_table
+from launcher import batch_size, build, data_records, executor_table
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
 from training import sigterm as shield
@@ -48,18 +50,34 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
     logs.log_to_file(attempt, where.rank)
     with _last_word(attempt, where.rank):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
-        if not trains_here and where.local_rank == 0:
-            _check(resolved.plan, folder)
+        if not trains_here:
+            resolved = _fit_batch(resolved, folder, where)
+            if where.local_rank == 0:
+                _check(resolved.plan, folder)
         if built is None:
             built = build.build(resolved, folder, adapt_to_machine=True)
             for line in built.lines:
                 log.log(logging.DEBUG if trains_here else logging.INFO, "%s", line)
         _start_or_resume(built, folder, where)
         if where.rank == 0:
-            folder.config.write_text(build.to_yaml(built.partial))
+            write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
                 data_records.write(built.partial, built.plan, folder)
         return _fit(built, folder, spec, where)
+
+
+def _fit_batch(resolved: Resolved, folder: RunDir, where: Place) -> Resolved:
+    """Choose the micro batch on the machine that trains; rank 0 records it, so that a resumed run keeps it.
+
+    Every rank chooses for itself: nodes with GPUs of different sizes come to different configurations, which the
+    ranks compare before the first step (training/distributed/consistency.py).
+    """
+    if resolved.spec.resume or folder.whole_checkpoints():
+        return resolved
+    fitted = batch_size.fit(resolved, folder, batch_size.gpus_of_this_machine(resolved.plan))
+    if where.rank == 0 and fitted.spec != resolved.spec:
+        write_atomic(folder.spec_file, dataclasses.replace(fitted.spec, attempt=folder.spec().attempt).to_json())
+    return fitted
 
 
 def _check(plan: Plan, folder: RunDir) -> None:

@@ -127,4 +127,4 @@ def test_a_resumed_batch_is_the_recorded_one(tmp_path: Path, caplog: pytest.LogC
     ):
         asked = RunSpec(recipe="qwen25_500m_dual", name="r", resume=True, overrides=words)
         resolved = resolve(continue_run(began, asked))
-        assert batch_size.fit(resolved, run, ask_gpus=True).plan.micro_batch_size == expected
+        assert batch_size.fit(resolved, run, batch_size.Gpus(24.0)).plan.micro_batch_size == expected

@@ -11,10 +11,11 @@ from common import machine_facts
 from common.errors import UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import batch_size
+from launcher import batch_size, rank_main
 from recipes import memory, registry
 from recipes.plan import Plan
 from recipes.resolve import resolve
+from training.distributed.rank_env import Place
 
 
 def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
@@ -99,7 +100,9 @@ def test_sharing_makes_it_less() -> None:
 
 
 def _fitted(spec: RunSpec, run: RunDir, ask_gpus: bool = True) -> RunSpec:
-    return batch_size.fit(resolve(spec), run, ask_gpus=ask_gpus).spec
+    resolved = resolve(spec)
+    gpus = batch_size.gpus_of_this_machine(resolved.plan) if ask_gpus else None
+    return batch_size.fit(resolved, run, gpus).spec
 
 
 def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -141,3 +144,23 @@ def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, 
     assert fitted("qwen25_500m", 80, "speed.fused_lm_head=False")[1:] == ("data.micro_batch_size=8",)
     assert fitted("qwen25_tiny", 80) == ()
     assert _fitted(RunSpec(recipe="qwen25_500m_single"), run, ask_gpus=False).overrides == ()
+
+
+def test_a_run_that_trains_elsewhere_is_fitted_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """The launcher leaves the batch open, or takes what the cluster file says; rank 0 records what it chooses."""
+    run = RunDir("run", tmp_path)
+    spec = RunSpec(recipe="qwen25_500m_dual", executor="slurm", name="run")
+    resolved = resolve(spec)
+    assert batch_size.fit(resolved, run, None, trains_elsewhere=True).spec == spec
+    known = batch_size.fit(resolved, run, batch_size.Gpus(24.0), trains_elsewhere=True).spec
+    assert known.overrides == ("data.micro_batch_size=3", "data.global_batch_size=126")
+    run.path.mkdir()
+    run.spec_file.write_text(spec.to_json())
+    monkeypatch.setattr(batch_size, "gpus_of_this_machine", lambda plan: batch_size.Gpus(24.0))
+    other, first = Place(rank=1, world_size=2, local_rank=1), Place(world_size=2)
+    assert rank_main._fit_batch(resolved, run, other).spec.overrides == known.overrides
+    assert run.spec() == spec
+    assert rank_main._fit_batch(resolved, run, first).plan == resolve(known).plan
+    assert run.spec() == known
+    single = batch_size.fit(resolve(RunSpec(recipe="qwen25_500m_single")), run, batch_size.Gpus(80.0))
+    assert single.plan.micro_batch_size == 4  # as on the launcher's own machine
