@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError:
     sys.exit(f"error: {sys.executable} has no package typer. Run `make setup`, then use .venv/bin/python launch.py")
 
-from common.command_line import options_from
+from common.options import options_from
 from data.prepare.request import PrepareRequest
 from launcher.command_help import GroupedHelp
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
-from common import machine_facts
+from common import logs, machine_facts
 from doctor import ladder
 
 SIZES_GPU, SIZES_CPU = "1,4,16,64,256,1024", "1,4,16,64"
@@ -23,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--mib", help=f"sizes; default {SIZES_GPU} on GPUs, {SIZES_CPU} on CPUs")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a way may take")
     words = parser.parse_args(argv)
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    logs.silence_child_processes()
     gpus = len(machine_facts.query_gpus().visible)
     ranks = words.devices or gpus or 2
     if gpus and ranks > gpus:

@@ -65,7 +65,7 @@ def log_to_console(rank: int = 0, copy: Path | None = None) -> None:
     root.handlers = [*handlers, _UntilFile()]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind.__name__}" for kind in CHILD_PROCESSES_IGNORE))
+    silence_child_processes()
     for kind in CHILD_PROCESSES_IGNORE:  # this process may be such a child: its warnings go to the log file
         warnings.simplefilter("default", kind)
 
@@ -81,6 +81,11 @@ def log_to_file(folder: Path, rank: int = 0) -> None:
         handler.flush()
         root.removeHandler(handler)
     root.addHandler(file)
+
+
+def silence_child_processes() -> None:
+    """Keep warnings that every Python process would repeat off the console of the processes that this one starts."""
+    os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind.__name__}" for kind in CHILD_PROCESSES_IGNORE))
 
 
 def load_nemo() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from common.commands import launch_command
 from common.errors import PreflightError, ProjectError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -155,6 +156,6 @@ def _size_error(idx: Path, wanted: int, size: int) -> PreflightError:
 
 
 def _damage_error(what: str, expected: str, found: str, path: Path) -> PreflightError:
-    prepare = f"python launch.py data prepare INPUT --output {path.parent} --tokenizer NAME"
+    prepare = launch_command("data", "prepare", "INPUT", "--output", str(path.parent), "--tokenizer", "NAME")
     do = f"check the path, copy both files again, or prepare the corpus: {prepare}"
     return PreflightError(what, expected=expected, found=found, do=do)

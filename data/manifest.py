@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.commands import launch_command
 from common.errors import UserError
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
+PARTIAL_NAME = ".partial"  # folder of a preparation that is going on, or was interrupted
 SPLITS = ("train", "validation", "test")
 
 
@@ -172,16 +174,17 @@ def _parse(raw: dict[str, Any]) -> Manifest:
 
 def _not_a_corpus_error(path: Path) -> UserError:
     folder = path.parent
-    if (folder / ".partial").is_dir():
-        found = "an interrupted preparation (.partial), no manifest.json"
-        do = "run the same `python launch.py data prepare` again: it continues where it stopped"
+    prepare = launch_command("data", "prepare", "INPUT", "--output", str(folder), "--tokenizer", "NAME")
+    if (folder / PARTIAL_NAME).is_dir():
+        found = f"an interrupted preparation ({PARTIAL_NAME}), no {FILE_NAME}"
+        do = "run the same `data prepare` command again: it continues where it stopped"
     elif folder.is_dir():
-        found = "a folder without manifest.json"
-        do = f"python launch.py data prepare INPUT --output {folder} --tokenizer NAME"
+        found = f"a folder without {FILE_NAME}"
+        do = prepare
     else:
         found = "no such folder"
-        do = f"python launch.py data prepare INPUT --output {folder} --tokenizer NAME, or correct the path"
-    return UserError(f"{folder} is not a prepared corpus", expected="a folder with manifest.json", found=found, do=do)
+        do = f"{prepare}, or correct the path"
+    return UserError(f"{folder} is not a prepared corpus", expected=f"a folder with {FILE_NAME}", found=found, do=do)
 
 
 def _unreadable_error(path: Path, found: str) -> UserError:

@@ -4,6 +4,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -35,6 +36,50 @@ class WholeMaskGPTDataset(GPTDataset):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pad_token_id = -1
+
+
+@dataclass(frozen=True)
+class _Corpora:
+    """The corpora behind `data.paths` or `data.blend`.
+
+    Args:
+        paths: split -> [weight, prefix, ...], as NeMo takes them.
+        folders: name -> prepared folder of every domain that is trained on or validated.
+        trained: names of the domains that are trained on, in the order of the train prefixes.
+    """
+
+    paths: dict[str, list[str]]
+    folders: dict[str, str]
+    trained: list[str]
+
+
+def _find_corpora(
+    paths: Union[dict[str, list[str]], str, None],
+    blend: Union[dict[str, Any], str, None],
+    replay_share: Optional[float],
+    domains: Optional[dict[str, str]],
+) -> _Corpora:
+    if blend is not None and paths is not None:
+        raise UserError(
+            "two descriptions of the training data",
+            expected="data.paths or data.blend",
+            found=f"data.paths={paths!r} and data.blend",
+            do="data.blend=None data.paths=FOLDER, or leave data.paths out",
+        )
+    if blend is not None:
+        trained, folders = resolve_run_blend(blend, replay_share)
+        return _Corpora(trained.paths, folders, [domain.name for domain in trained.domains])
+    if isinstance(paths, dict):
+        return _Corpora(paths, dict(domains or {}), list(domains or {}))
+    if paths is not None:
+        name = Path(paths).name
+        return _Corpora({split: [str(Path(paths) / split)] for split in SPLITS}, {name: paths}, [name])
+    raise UserError(
+        "no training data",
+        expected="data.paths or data.blend",
+        found="neither",
+        do="data.paths=FOLDER, a folder made by `launch.py data prepare`",
+    )
 
 
 class PreparedDataModule(PreTrainingDataModule):
@@ -79,37 +124,17 @@ class PreparedDataModule(PreTrainingDataModule):
         train_steps: Optional[int] = None,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
-        if blend is not None and paths is not None:
-            raise UserError(
-                "two descriptions of the training data",
-                expected="data.paths or data.blend",
-                found=f"data.paths={paths!r} and data.blend",
-                do="data.blend=None data.paths=FOLDER, or leave data.paths out",
-            )
-        if blend is not None:
-            trained, domains = resolve_run_blend(blend, replay_share)
-            paths = trained.paths
-            self.trained_domains = [domain.name for domain in trained.domains]
-        elif isinstance(paths, dict):
-            self.trained_domains = list(domains or {})
-        elif paths is not None:
-            domains = {Path(paths).name: paths}
-            self.trained_domains = list(domains)
-            paths = {split: [str(Path(paths) / split)] for split in SPLITS}
-        if paths is None:
-            raise UserError(
-                "no training data", expected="data.paths or data.blend", found="neither", do="set data.paths"
-            )
-        self.domains = {name: load_manifest(Path(folder)) for name, folder in (domains or {}).items()}
-        self.domain_folders = dict(domains or {})
-        if tokenizer is None and domains:
-            tokenizer = AutoTokenizer(str(Path(next(iter(domains.values()))) / "tokenizer"), use_fast=True)
+        corpora = _find_corpora(paths, blend, replay_share, domains)
+        self.trained_domains = corpora.trained
+        self.domain_folders = corpora.folders
+        self.domains = {name: load_manifest(Path(folder)) for name, folder in corpora.folders.items()}
+        self.train_steps = train_steps
         if self.domains:
+            first = Path(next(iter(corpora.folders.values())))
+            tokenizer = tokenizer or AutoTokenizer(str(first / "tokenizer"), use_fast=True)
             contents = "".join(m.splits[split].bin_sha256 for m in self.domains.values() for split in SPLITS)
-            first = Path(next(iter(self.domain_folders.values())))
             cache = Path(index_mapping_dir or first / "index")
             index_mapping_dir = str(cache / hashlib.sha256(contents.encode()).hexdigest()[:16])
-        self.train_steps = train_steps
         if tokenizer is None:
             raise UserError(
                 "no tokenizer for the training data",
@@ -118,7 +143,7 @@ class PreparedDataModule(PreTrainingDataModule):
                 do="give data.paths a folder made by `launch.py data prepare`, or set data.tokenizer",
             )
         super().__init__(
-            paths=paths,
+            paths=corpora.paths,
             seq_length=seq_length,
             tokenizer=tokenizer,
             micro_batch_size=micro_batch_size,

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from common import machine_facts
+from common import logs, machine_facts
 from common.errors import EXIT_PREFLIGHT, UserError
 from doctor import ladder
 from doctor.checks import Check, checks
@@ -40,7 +40,7 @@ def doctor(devices: int | None = None, write: Path | None = None, *, every: bool
     """
     if devices is not None and devices < 1:
         raise UserError("--devices must be positive", expected="1 or more", found=str(devices), do="--devices 2")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    logs.silence_child_processes()
     logging.captureWarnings(True)
     start, console = time.monotonic(), Console(stderr=as_json)
     looked = list(checks(devices))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from common.commands import launch_command
 from common.environment import vccl
 from common.environment.sets import BACKEND_KEY, BASE, ONLY_IF, SETS, TIERS, TIMEOUT_KEY, VERBATIM, Table
 from common.errors import UserError, unknown_name
@@ -97,9 +98,9 @@ def _read_file(word: str) -> Table:
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(
             f"cannot read the environment file {word}",
-            expected="a file that `python launch.py doctor --write FILE` makes",
+            expected="a file of KEY=value lines, such as `doctor --write` makes",
             found=str(problem),
-            do="python launch.py doctor --write " + word,
+            do=launch_command("doctor", "--write", word),
         ) from None
     table: Table = {}
     for number, line in enumerate(lines, start=1):

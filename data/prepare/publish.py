@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.manifest import FILE_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
+from data.manifest import FILE_NAME, PARTIAL_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
 from data.prepare.input_files import Source
 
-PARTIAL = ".partial"
 INFLATION = {"gzip": 3.0, "zstd": 3.5, None: 1.0}
 TEXT_BYTES_PER_TOKEN = 6  # high, so that only a disk that is certainly too small is refused before the start
 LIBRARIES = ("tokenizers", "transformers", "gigatoken", "numpy", "pyarrow")
@@ -69,7 +68,7 @@ def find_existing(
         return None
     if not (output / FILE_NAME).exists():
         unknown = [name for name in SPLITS if (output / f"{name}.bin").exists()]
-        if unknown and not (output / PARTIAL).is_dir():
+        if unknown and not (output / PARTIAL_NAME).is_dir():
             raise UserError(
                 f"{output} holds {unknown[0]}.bin but no manifest",
                 expected="an empty folder, or a corpus made by data prepare",
@@ -86,7 +85,7 @@ def find_existing(
         differs.append(f"inputs: {len(manifest.sources)} files then, other or newer ones now ({len(sources)})")
     if differs:
         raise _made_differently_error(output, "a corpus", differs)
-    shutil.rmtree(output / PARTIAL, ignore_errors=True)
+    shutil.rmtree(output / PARTIAL_NAME, ignore_errors=True)
     log.info("%s is already prepared with these inputs and options", output)
     return manifest
 
@@ -103,7 +102,7 @@ def open_partial(
     Raises:
         UserError: an interrupted run with another tokenizer or other options left finished shards there.
     """
-    partial = output / PARTIAL
+    partial = output / PARTIAL_NAME
     wanted = {
         "settings": settings,
         "tokenizer": dataclasses.asdict(facts),
@@ -192,7 +191,7 @@ def check_space(output: Path, sources: list[Source], share: float) -> None:
 def explain_os_error(error: OSError, output: Path, sources: list[Source]) -> UserError:
     """Turn a failed read or write into a UserError."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        for left_over in (output / PARTIAL / "shards").glob("*.tmp"):
+        for left_over in (output / PARTIAL_NAME / "shards").glob("*.tmp"):
             left_over.unlink(missing_ok=True)
         return _disk_full_error(output, sources, "the disk is full")
     return UserError(

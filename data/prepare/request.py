@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from data.prepare.sources import SUPPORTED
 
 TXT_UNITS = ("file", "line", "paragraph")
 
@@ -24,9 +25,7 @@ class PrepareRequest:
     the workers and progress is saved.
     """
 
-    inputs: list[str] = _option(
-        "Files, globs or folders (searched recursively): .txt .jsonl .json .ndjson .csv .parquet; .gz and .zst of text."
-    )
+    inputs: list[str] = _option(f"Files, globs or folders (searched recursively): {SUPPORTED}.")
     output: Path = _option("Folder of the prepared corpus, such as corpora/mine.")
     tokenizer: str = _option("A local folder or a hub id of a fast tokenizer, such as Qwen/Qwen2.5-0.5B.")
     field: str = _option("The field of .jsonl, or the column of .csv and .parquet, with the text.", default="text")

@@ -19,7 +19,7 @@ from common.errors import PreflightError, ProjectError, UserError
 from data.blend import Blend, Domain, load_blend, parse_blend
 from data.blend_math import apportion, count_planned_samples
 from data.manifest import SplitFacts, load_manifest
-from data.resolve_blend import domain_weights, plan_tokens, resolve_blend
+from data.resolve_blend import domain_weights, plan_tokens, resolve_blend, resolve_run_blend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,6 +56,31 @@ def test_a_good_blend(sample: Path) -> None:
     assert found.tokenizer == sample / "code" / "tokenizer" and found.warnings == ()
     assert found.paths["train"] == ["0.75", str(sample / "code" / "train"), "0.25", str(sample / "prose" / "train")]
     assert found.paths["test"][1::2] == [str(sample / "code" / "test"), str(sample / "prose" / "test")]
+
+
+@pytest.mark.parametrize(
+    ("replay_share", "trained"),
+    [(None, {"code": 0.75, "prose": 0.25}), (0.1, {"code": 0.9, "prose": 0.1}), (0.0, {"code": 1.0})],
+)
+def test_a_run_can_replace_the_replay_share(
+    sample: Path, tmp_path: Path, replay_share: float | None, trained: dict[str, float]
+) -> None:
+    """With 0 nothing is replayed, and the replay domains are still validated."""
+    (tmp_path / "blend.json").write_text(json.dumps(_fields(sample)))
+    for description in (_fields(sample), str(tmp_path / "blend.json")):
+        found, folders = resolve_run_blend(description, replay_share, 10_000)
+        assert {domain.name: domain.weight for domain in found.domains} == pytest.approx(trained)
+        assert found.total_tokens == 10_000
+        assert folders == {"code": str(sample / "code"), "prose": str(sample / "prose")}
+    with pytest.raises(UserError, match="nothing is left for the new domains"):
+        resolve_run_blend(_fields(sample), 1.0)
+
+
+def test_domains_that_are_only_validated_need_the_same_tokenizer(sample: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(sample / "prose", tmp_path / "copy"))
+    _change(copy, fingerprint="0" * 64)
+    with pytest.raises(UserError, match="different tokenizers"):
+        resolve_run_blend(_fields(sample, domains=_domain(sample, 1, folder=str(copy))), replay_share=0)
 
 
 def test_json(sample: Path) -> None:

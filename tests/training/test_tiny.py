@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(sample: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert "resume with a change: trainer.max_steps: 400 -> 8" in done.stderr
     assert f"from runs/stopped/checkpoints/{steps[0]}" in done.stderr
-    ours = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) |  ( expected|   found|do this): ")
+    ours = re.compile(r"\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) |  (expected|   found| do this): ")
     assert [line for line in done.stderr.splitlines() if not ours.match(line)] == []  # nothing of any library
     assert "loading NeMo" in done.stderr
     assert (tmp_path / "runs/stopped/checkpoints/step-8").is_dir()

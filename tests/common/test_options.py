@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.command_line import options_from
+from common.options import options_from
 
 
 @dataclass(frozen=True, kw_only=True)
