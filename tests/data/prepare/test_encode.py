@@ -1,8 +1,7 @@
-"""Tokenizers: identity, the end-of-document id, and the same ids from gigatoken as from the HF tokenizer."""
+"""The same ids from gigatoken as from the HF tokenizer, whatever the text."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,24 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError
 from data.prepare.encode import Encoder, EncoderSpec, reason_against_gigatoken
-from data.sample import train_tokenizer
-from data.tokenizer import backend_json, eod_id, fingerprint, load_tokenizer, special_tokens
-
-VOCAB_SIZE = 320
-PROSE = [
-    f"The {word} of line {number} isn't in any other; café, naïve, 日本語 and 👩‍👩‍👧 are, it's 3.14!\n\n\tdef f(x):\r\n"
-    for number, word in enumerate(["river", "stone", "cloud", "winter", "engine", "garden", "letter", "mirror"] * 30)
-]
-
-
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2-like tokenizer: NFC, Qwen's splitting, byte-level BPE, `<|endoftext|>` as eos and pad."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer({"prose": PROSE}, vocab_size=VOCAB_SIZE).save_pretrained(folder)
-    return folder
+from data.tokenizer import backend_json, load_tokenizer, special_tokens
+from tests.data.corpora import PROSE, VOCAB_SIZE
 
 
 @pytest.fixture(scope="session")
@@ -46,41 +30,6 @@ def encode(encoder: Encoder, texts: list[str]) -> list[list[int]]:
         start += length
     assert start == len(ids)
     return found
-
-
-def test_fingerprint_knows_a_copy_and_sees_a_change(tokenizer_dir: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_dir)
-    before = fingerprint(tokenizer)
-    tokenizer(["a", "b c d"], padding=True, truncation=True, max_length=2)
-    assert tokenizer.backend_tokenizer.padding is not None
-    tokenizer.save_pretrained(tmp_path / "copy")
-    assert fingerprint(tokenizer) == fingerprint(load_tokenizer(tmp_path / "copy")) == before
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
-    assert fingerprint(tokenizer) != before
-
-
-def test_end_of_document_is_endoftext_then_eos_then_an_error(tokenizer_dir: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_dir)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
-    assert eod_id(tokenizer) == VOCAB_SIZE - 1 != tokenizer.eos_token_id
-    from transformers import PreTrainedTokenizerFast
-
-    from data.sample import byte_level_bpe
-
-    with pytest.raises(UserError, match="no token that ends a document"):
-        eod_id(PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe()))
-
-
-def test_slow_only_and_unknown_tokenizers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    with pytest.raises(UserError, match="only a slow tokenizer"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="no such folder"):
-        load_tokenizer(tmp_path / "nowhere")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="huggingface-cli download nobody/nothing"):
-        load_tokenizer("nobody/nothing")
 
 
 def needs_gigatoken(spec: EncoderSpec) -> None:
