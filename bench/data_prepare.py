@@ -27,7 +27,7 @@ from typing import Any
 
 from data.prepare.prepare import prepare_corpus
 from data.prepare.request import PrepareRequest
-from data.sample import byte_level_bpe
+from data.sample import as_qwen2_tokenizer, byte_level_bpe
 
 VOCAB_SIZE = 32_000
 DOCUMENT_CHARACTERS = 3_000
@@ -56,18 +56,13 @@ def make_text(path: Path, megabytes: float, folders: tuple[Path, ...] = SEED_FOL
 def make_tokenizer(folder: Path, text: Path) -> None:
     """Train a Qwen2-like tokenizer on the head of the text and save it as a fast tokenizer."""
     from tokenizers import pre_tokenizers, trainers
-    from transformers.models.qwen2.tokenization_qwen2_fast import Qwen2TokenizerFast
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 1, initial_alphabet=alphabet, show_progress=False)
     model = byte_level_bpe()
     with text.open(encoding="utf-8") as file:
         model.train_from_iterator((json.loads(line)["text"] for line in itertools.islice(file, 4000)), trainer)
-    model.add_special_tokens(["<|endoftext|>"])
-    wrap: Any = Qwen2TokenizerFast  # untyped upstream
-    wrap(tokenizer_object=model, eos_token="<|endoftext|>", pad_token="<|endoftext|>", unk_token=None).save_pretrained(
-        str(folder)
-    )
+    as_qwen2_tokenizer(model).save_pretrained(str(folder))
 
 
 def baseline(text: Path, tokenizer: Path, prefix: Path, workers: int) -> None:

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from common.errors import UserError
 from data.blend_math import Role
 
+EPOCHS_CAP = 4.0  # Muennighoff et al. 2023, arXiv 2305.16264: up to 4 epochs are about as good as new text
+
 
 class Domain(BaseModel):
     """One corpus of a blend.
@@ -50,7 +52,7 @@ class Blend(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     domains: tuple[Domain, ...] = Field(min_length=1)
     replay_share: float = Field(default=0.0, ge=0, le=1)
-    epochs_cap: float = Field(default=4.0, gt=0)
+    epochs_cap: float = Field(default=EPOCHS_CAP, gt=0)
 
     def __init__(self, **fields: Any) -> None:
         try:

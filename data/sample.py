@@ -78,7 +78,6 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
         A transformers Qwen2TokenizerFast with exactly `vocab_size` ids; `<|endoftext|>` is eos and pad.
     """
     from tokenizers import pre_tokenizers, trainers
-    from transformers.models.qwen2.tokenization_qwen2_fast import Qwen2TokenizerFast
 
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
@@ -87,10 +86,7 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
     )
     model = byte_level_bpe()
     model.train_from_iterator(_training_texts(documents), trainer)
-    # as in Qwen2, the control token follows the vocabulary of the merges
-    model.add_special_tokens([END_OF_DOCUMENT])
-    wrap: Any = Qwen2TokenizerFast  # untyped upstream
-    tokenizer = wrap(tokenizer_object=model, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT, unk_token=None)
+    tokenizer = as_qwen2_tokenizer(model)
     if len(tokenizer) != vocab_size:
         raise UserError(
             "the sample's tokenizer cannot be that large",
@@ -99,6 +95,16 @@ def train_tokenizer(documents: dict[str, list[str]], vocab_size: int) -> Any:
             do="choose a vocabulary between 300 and 30,000",
         )
     return tokenizer
+
+
+def as_qwen2_tokenizer(model: Tokenizer) -> Any:
+    """A trained model as a transformers Qwen2TokenizerFast; `<|endoftext|>` becomes its last id, eos and pad."""
+    from transformers.models.qwen2.tokenization_qwen2_fast import Qwen2TokenizerFast
+
+    # as in Qwen2, the control token follows the vocabulary of the merges
+    model.add_special_tokens([END_OF_DOCUMENT])
+    wrap: Any = Qwen2TokenizerFast  # untyped upstream
+    return wrap(tokenizer_object=model, eos_token=END_OF_DOCUMENT, pad_token=END_OF_DOCUMENT, unk_token=None)
 
 
 def byte_level_bpe() -> Tokenizer:

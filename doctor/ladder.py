@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from common.environment.sets import BACKEND_KEY
+
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
@@ -104,7 +106,7 @@ _LO = {
     "NCCL_SOCKET_IFNAME": ("lo", "NCCL finds no other usable interface; one machine only"),
     "GLOO_SOCKET_IFNAME": ("lo", "the host name leads to no usable interface; one machine only"),
 }
-_GLOO = {"CPT_PROCESS_GROUP_BACKEND": ("gloo", "NCCL does not work here: TCP, no distributed optimizer; a diagnostic")}
+_GLOO = {BACKEND_KEY: ("gloo", "NCCL does not work here: TCP, no distributed optimizer; a diagnostic")}
 
 
 def rungs(gpus: int, ranks: int) -> list[Rung]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import ProjectError
 from common.rundir import RunDir
-from data.blend import parse_blend, read_yaml
+from data.blend import EPOCHS_CAP, parse_blend, read_yaml
 from data.indexed import check_prefix, read_index
 from data.manifest import SPLITS, load_manifest
 from data.resolve_blend import resolve_run_blend
@@ -142,10 +142,10 @@ def _check_length(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
             found=f"{tokens} tokens in {prefix}.bin",
             do=f"add data, give {split} a larger share with --split, or lower data.seq_length",
         )
-    elif split == "train" and plan.max_steps * plan.tokens_per_step > 4 * tokens:
+    elif split == "train" and plan.max_steps * plan.tokens_per_step > EPOCHS_CAP * tokens:
         yield warning(
-            "the run reads its corpus more than four times",
-            expected=f"at most 4 epochs of {tokens:,} tokens",
+            f"the run reads its corpus more than {EPOCHS_CAP:g} times",
+            expected=f"at most {EPOCHS_CAP:g} epochs of {tokens:,} tokens",
             found=f"{plan.max_steps * plan.tokens_per_step / tokens:.1f} epochs",
             do="fewer steps (trainer.max_steps), or more data",
         )
