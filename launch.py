@@ -70,6 +70,9 @@ def train(
     dryrun: Annotated[
         bool, typer.Option("--dryrun", help="Check, and print the configuration as YAML; train nothing.")
     ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --dryrun: keep runs/RUN, to start it by other means.")
+    ] = False,
     runs: Annotated[
         Optional[str], typer.Option(metavar="DIR", help="Folder of the run directories; default: runs.")
     ] = None,
@@ -130,7 +133,7 @@ def train(
         "env": env,
     }
     given |= {"profile": profile, "memory_profile": memory_profile, "gates": False if no_gates else None}
-    given |= {"resume": resume or None, "dryrun": dryrun or None}
+    given |= {"resume": resume or None, "dryrun": dryrun or None, "write": write or None}
     described = run_file.load(config) if config is not None else RunSpec(recipe="")
     spec = run_file.merge(described, given, tuple(_rank_words(devices, nodes) + (overrides or [])))
     raise typer.Exit(launch(with_length(spec, tokens, epochs, tokens_per_step)))

@@ -75,7 +75,7 @@ class RunDir:
                 f"no run is written in {self.path}",
                 expected=str(self.spec_file),
                 found="no such file",
-                do="python launch.py --recipe NAME --executor mpirun --dryrun writes it, and prints what to start",
+                do="python launch.py --recipe NAME --executor mpirun --dryrun --write, and start what it prints",
             )
         return RunSpec.from_json(self.spec_file.read_text())
 

@@ -29,7 +29,8 @@ class RunSpec:
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
         resume: continue from the newest complete checkpoint of that run, whose recorded spec stands where this one
             says nothing else.
-        dryrun: resolve, check, write and print, but do not train.
+        dryrun: resolve, check and print, but do not train.
+        write: keep the run directory that a dry run writes, to start it by other means.
         overrides: NeMo-Run `path=value` words, applied in order.
         attempt: which attempt at this run it is, from 1; set by the launcher.
     """
@@ -48,6 +49,7 @@ class RunSpec:
     name: str | None = None
     resume: bool = False
     dryrun: bool = False
+    write: bool = False
     overrides: tuple[str, ...] = ()
     attempt: int = 1
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,23 @@ def launch(spec: RunSpec) -> int:
     """
     logs.log_to_console()
     folder = rundir.choose(spec, Path(spec.runs))
+    with _removed_after_dry_run(spec, folder):
+        return _launch(spec, folder)
+
+
+@contextlib.contextmanager
+def _removed_after_dry_run(spec: RunSpec, folder: RunDir) -> Iterator[None]:
+    """A dry run leaves no run directory behind, unless it was there before or --write asks for it."""
+    made = [path for path in (folder.path, folder.path.parent) if not path.exists()]
+    try:
+        yield
+    finally:
+        if spec.dryrun and not spec.write:
+            for path in made:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _launch(spec: RunSpec, folder: RunDir) -> int:
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
@@ -188,7 +206,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     if executor_table.trains_here(spec.executor) and not spec.dryrun:
         data_records.write(built.partial, built.plan, folder)
     if spec.dryrun:
-        log.info("dry run: wrote %s, trained nothing", folder.path)
+        log.info("dry run: trained nothing%s", f"; written: {folder.path}" if spec.write else "")
     return text
 
 

@@ -75,7 +75,7 @@ def _client(k8s: K8s) -> Any:
             "the Kubernetes client is not installed",
             expected="the package kubernetes",
             found="no such module",
-            do="pip install kubernetes, or --dryrun and kubectl apply -f runs/NAME/k8s.yaml",
+            do="pip install kubernetes, or --dryrun --write and kubectl apply -f runs/NAME/k8s.yaml",
         ) from None
     try:
         config.load_kube_config(context=k8s.context)
@@ -84,7 +84,7 @@ def _client(k8s: K8s) -> Any:
             "no way to the cluster",
             expected=f"a kubeconfig{f' with context {k8s.context}' if k8s.context else ''}",
             found=str(problem),
-            do="set KUBECONFIG, or --dryrun and kubectl apply -f runs/NAME/k8s.yaml",
+            do="set KUBECONFIG, or --dryrun --write and kubectl apply -f runs/NAME/k8s.yaml",
         ) from None
     return client
 

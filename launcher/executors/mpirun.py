@@ -123,6 +123,6 @@ def _open_mpi() -> str:
             "this mpirun is not Open MPI's",
             expected="Open MPI",
             found=version[0] if version else "no version",
-            do="write it with --dryrun, and start with your MPI: mpirun -np N python -m launcher.rank_main runs/NAME",
+            do="write it with --dryrun --write, then: mpirun -np N python -m launcher.rank_main runs/NAME",
         )
     return program

@@ -140,7 +140,7 @@ def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
     import yaml
 
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_500m_single", "--dryrun"]
-    done = subprocess.run([*command, "trainer.max_steps=150"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([*command, "--write", "max_steps=150"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
     assert "no prepared corpus in corpora/mine" in done.stderr
     config = yaml.safe_load(done.stdout)
@@ -151,7 +151,7 @@ def test_dryrun_prints_yaml_alone(tmp_path: Path) -> None:
     assert (run / "config.yaml").read_text() == done.stdout
     keys = {row["key"] for row in json.loads((run / "env.json").read_text())}
     assert "NCCL_NVLS_ENABLE" in keys
-    assert (run / "command.txt").read_text().rstrip().endswith("trainer.max_steps=150")
+    assert (run / "command.txt").read_text().rstrip().endswith("max_steps=150")
 
 
 def test_without_gates_only_the_gates_are_left_out(partials: dict[str, Any]) -> None:

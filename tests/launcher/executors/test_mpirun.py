@@ -58,7 +58,7 @@ def _needs_mpirun() -> None:
 
 def test_typed_by_hand_after_a_dry_run(folder: Path, sample: Path) -> None:
     """The printed command, copied: two ranks, the losses of one process."""
-    asked = command(sample, "hand", *STEPS, *MPIRUN, "--dryrun")
+    asked = command(sample, "hand", *STEPS, *MPIRUN, "--dryrun", "--write")
     dry = subprocess.run(asked, cwd=folder, capture_output=True, text=True)
     assert dry.returncode == 0, dry.stderr
     printed = next(line for line in dry.stderr.splitlines() if line.startswith("env "))

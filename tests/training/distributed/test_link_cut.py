@@ -58,7 +58,7 @@ def _ip(*words: str) -> None:
 def _write_run(sample: Path, folder: Path, *words: str) -> None:
     """runs/cut, as a launcher that starts the ranks itself would have written it."""
     command = [sys.executable, ROOT / "launch.py", "--recipe", "qwen25_tiny", "--executor", "local", "--name", "cut"]
-    command += ["--devices", "2", "--dryrun", f"data.paths={sample / 'prose'}"]
+    command += ["--devices", "2", "--dryrun", "--write", f"data.paths={sample / 'prose'}"]
     command += [f"data.index_mapping_dir={folder / 'cache'}", "trainer.max_steps=4000", "trainer.log_every_n_steps=1"]
     command += ["trainer.val_check_interval=4000", *words]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
