@@ -16,7 +16,7 @@ from pathlib import Path
 
 from common.commands import launch_command
 from common.environment.merge import Setting
-from common.errors import UserError
+from common.errors import UserError, unknown_name
 from common.files import write_atomic
 from common.spec import RunSpec
 from common.version import code_version
@@ -130,6 +130,56 @@ def _marker(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + UNFINISHED)
 
 
+def existing_run(run: str | Path, root: Path = RUNS) -> RunDir | None:
+    """The run meant by NAME (a folder under `root`) or by a path such as runs/NAME; None if it does not exist."""
+    path = Path(run).expanduser()
+    folder = path if len(path.parts) > 1 else root / path
+    return RunDir(folder.name, folder.parent) if folder.name and folder.is_dir() else None
+
+
+def find_run(run: str | Path, root: Path = RUNS) -> RunDir:
+    """The run that a user names: NAME or runs/NAME (every command that takes a run accepts both).
+
+    Raises:
+        UserError: there is no such run; the nearest name is offered.
+    """
+    if found := existing_run(run, root):
+        return found
+    path = Path(run)
+    folder = path.parent if len(path.parts) > 1 else root
+    names = sorted(p.name for p in folder.glob("*") if p.is_dir())
+    if not names:
+        raise UserError(
+            f"no run {path.name!r}",
+            expected=f"a folder in {folder}",
+            found=f"no runs at all in {folder}",
+            do="train first: python launch.py --recipe qwen25_tiny",
+        )
+    raise unknown_name("run", path.name, names, f"ls {folder} lists the runs")
+
+
+def find_checkpoint(source: str | Path, root: Path = RUNS) -> Path:
+    """The checkpoint that a user names: a checkpoint folder, or the newest complete one of a run.
+
+    Args:
+        source: runs/NAME/checkpoints/step-N, an imported checkpoint, or a run as `find_run` takes it.
+
+    Raises:
+        UserError: there is no such run, or it has no complete checkpoint.
+    """
+    if (Path(source) / "weights").is_dir():
+        return Path(source)
+    run = find_run(source, root)
+    if complete := run.whole_checkpoints():
+        return complete[-1]
+    raise UserError(
+        f"no complete checkpoint in {run.path}",
+        expected=f"a checkpoint that was written to the end in {run.checkpoints}",
+        found="no checkpoints" if not run.checkpoints.is_dir() else "only interrupted ones, or none",
+        do="train longer, or give a checkpoint folder",
+    )
+
+
 def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     """The run directory that `spec` means.
 
@@ -137,12 +187,16 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
         UserError: a name that is a path, an explicit name in use, or --resume where nothing can be resumed.
     """
     name = spec.name or spec.recipe.rpartition(":")[2]  # FILE.py:function takes the function's name
+    if Path(name).parent == root:  # runs/NAME means NAME
+        name = Path(name).name
     if Path(name).name != name or name in (".", "..") or not name.strip():
         raise UserError(
             f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
         )
     taken = [root / name] if spec.name else _numbered(name, root)
     if spec.resume:
+        if spec.name:
+            find_run(name, root)
         return _resumable(RunDir(taken[-1].name if taken else name, root))
     run = RunDir(name, root)
     if run.used and spec.name:

@@ -1,4 +1,4 @@
-"""An HF folder: what it is, its tensors one by one, what is copied beside them, and how one is written."""
+"""A Hugging Face model folder: open and check it, read its tensors, copy its other files, write a new one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from common.errors import UserError
-from convert.config import architecture, check_supported, read_json
-from convert.map import hf_shapes
+from convert.hf_config import check_supported, read_architecture, read_json
+from convert.tensor_map import hf_shapes
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -35,17 +35,16 @@ class HFFolder:
     """A Qwen2 model as transformers saves it. Opening it checks names, shapes and dtypes; weights are read on demand.
 
     Raises:
-        UserError: not a Qwen2 model that Megatron can hold, or a folder that is not whole.
+        UserError: not a Qwen2 model that Megatron supports, or an incomplete folder.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = read_json(path / CONFIG)
         check_supported(self.config, path)
-        self.arch = architecture(self.config)
-        self.where = _weight_files(path)
-        shapes, self.dtypes = self._headers()
-        self.stored_head = "lm_head.weight" in shapes
+        self.arch = read_architecture(self.config)
+        self.files = _weight_files(path)
+        shapes, self.dtypes = self._read_headers()
         _check_tensors(self, shapes)
 
     @property
@@ -55,40 +54,43 @@ class HFFolder:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in set(self.where.values()))
+        """Size of all weight files."""
+        return sum(file.stat().st_size for file in set(self.files.values()))
 
     @cached_property
     def _open(self) -> dict[Path, Any]:
         from safetensors import safe_open
 
-        return {file: safe_open(file, framework="pt") for file in set(self.where.values())}
+        return {file: safe_open(file, framework="pt") for file in set(self.files.values())}
 
     def tensor(self, name: str) -> torch.Tensor:
-        return self._open[self.where[name]].get_tensor(name)  # type: ignore[no-any-return]
+        """One tensor by its HF name, in its stored dtype."""
+        return self._open[self.files[name]].get_tensor(name)  # type: ignore[no-any-return]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) in the order of `hf_shapes`."""
         return ((name, self.tensor(name)) for name in hf_shapes(self.arch))
 
-    def _headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    def _read_headers(self) -> tuple[dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+        """Shape and dtype of every tensor, from the headers of the safetensors files."""
         shapes, dtypes = {}, {}
-        for name, file in self.where.items():
+        for name, file in self.files.items():
             try:
                 part = self._open[file].get_slice(name)
             except Exception as error:  # safetensors has its own error type for a truncated file or a missing name
-                raise _broken(file, f"{name}: {error}") from None
+                raise _unreadable(file, f"{name}: {error}") from None
             if part.get_dtype() not in DTYPES:
                 raise UserError(
                     f"{self.path}: {name} is stored as {part.get_dtype()}",
                     expected="weights in fp32 or bf16",
                     found=part.get_dtype(),
-                    do="take the unquantised model (Qwen2.5-0.5B, not -GPTQ, -AWQ or -GGUF), or save it again in bf16",
+                    do="use the unquantised model (Qwen2.5-0.5B, not -GPTQ, -AWQ or -GGUF), or save it again in bf16",
                 )
             shapes[name], dtypes[name] = tuple(part.get_shape()), DTYPES[part.get_dtype()]
         return shapes, dtypes
 
 
-def resolve(source: str) -> Path:
+def fetch_model(source: str) -> Path:
     """The local folder of `source`: a path, or a hub id (downloaded to the HF cache, or found there).
 
     Raises:
@@ -99,7 +101,7 @@ def resolve(source: str) -> Path:
         return folder
     if source.startswith((".", "/", "~")) or source.count("/") != 1:
         raise UserError(
-            f"no HF model at {source}",
+            f"no Hugging Face model at {source}",
             expected="a folder with config.json and safetensors, or a hub id such as Qwen/Qwen2.5-0.5B",
             found="no such folder",
             do="correct the path",
@@ -118,17 +120,17 @@ def resolve(source: str) -> Path:
 
 
 def _weight_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, without opening any tensor."""
+    """Tensor name -> safetensors file; no tensor is read."""
     from safetensors import safe_open
 
     if (path / INDEX).is_file():
-        where = {name: path / file for name, file in read_json(path / INDEX)["weight_map"].items()}
+        files = {name: path / file for name, file in read_json(path / INDEX)["weight_map"].items()}
     elif (path / "model.safetensors").is_file():
         try:
             with safe_open(path / "model.safetensors", framework="pt") as file:
-                where = dict.fromkeys(file.keys(), path / "model.safetensors")
+                files = dict.fromkeys(file.keys(), path / "model.safetensors")
         except Exception as error:  # safetensors' own error type
-            raise _broken(path / "model.safetensors", str(error)) from None
+            raise _unreadable(path / "model.safetensors", str(error)) from None
     else:
         pickled = [file.name for file in path.glob("*.bin")]
         raise UserError(
@@ -139,38 +141,38 @@ def _weight_files(path: Path) -> dict[str, Path]:
             if pickled
             else "download the *.safetensors files too",
         )
-    for file in sorted(set(where.values())):
+    for file in sorted(set(files.values())):
         if not file.is_file():
-            raise _broken(file, "no such file")
-    return {name: file for name, file in where.items() if not name.endswith(_IGNORED)}
+            raise _unreadable(file, "no such file")
+    return {name: file for name, file in files.items() if not name.endswith(_IGNORED)}
 
 
-def _broken(file: Path, found: str) -> UserError:
+def _unreadable(file: Path, found: str) -> UserError:
     return UserError(
-        f"{file} cannot be read", expected="a whole safetensors file", found=found, do="download or copy it again"
+        f"{file} cannot be read", expected="a complete safetensors file", found=found, do="download or copy it again"
     )
 
 
 def _check_tensors(folder: HFFolder, found: dict[str, tuple[int, ...]]) -> None:
-    """Every tensor of the architecture, no other, each of its shape; a tied model may repeat its head."""
+    """Exactly the tensors of the architecture, each of its shape; a tied model may store its output layer too."""
     wanted = hf_shapes(folder.arch)
-    if folder.arch.tied and folder.stored_head:
+    if folder.arch.tied and "lm_head.weight" in found:
         found = {name: shape for name, shape in found.items() if name != "lm_head.weight"}
         if not torch.equal(folder.tensor("lm_head.weight"), folder.tensor("model.embed_tokens.weight")):
-            raise _wrong(folder.path, "tie_word_embeddings is true but lm_head.weight is not the embedding")
-    faults = [f"missing {name}" for name in wanted if name not in found]
-    faults += [f"unknown {name}" for name in found if name not in wanted]
-    faults += [
+            raise _mismatch(folder.path, "tie_word_embeddings is true but lm_head.weight is not the embedding")
+    problems = [f"missing {name}" for name in wanted if name not in found]
+    problems += [f"unknown {name}" for name in found if name not in wanted]
+    problems += [
         f"{name} is {list(found[name])}, not {list(shape)}"
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
-    if faults:
-        more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
-        raise _wrong(folder.path, "; ".join(faults[:4]) + more)
+    if problems:
+        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise _mismatch(folder.path, "; ".join(problems[:4]) + more)
 
 
-def _wrong(path: Path, found: str) -> UserError:
+def _mismatch(path: Path, found: str) -> UserError:
     return UserError(
         f"{path}: the weights are not what config.json describes",
         expected="one tensor for each name of transformers' Qwen2ForCausalLM, of the config's shape",
@@ -179,8 +181,8 @@ def _wrong(path: Path, found: str) -> UserError:
     )
 
 
-def assets(path: Path) -> list[Path]:
-    """config.json, generation_config.json and the tokenizer's files, where they are.
+def list_assets(path: Path) -> list[Path]:
+    """The folder's config.json, generation_config.json and tokenizer files, those that exist.
 
     Raises:
         UserError: no tokenizer.
@@ -197,28 +199,28 @@ def assets(path: Path) -> list[Path]:
 
 
 def copy_assets(source: Path, target: Path) -> None:
-    """Byte by byte: whatever a tokenizer or generation config says stays said."""
+    """Copy configuration and tokenizer files byte by byte, so that every setting in them is kept."""
     target.mkdir(parents=True, exist_ok=True)
-    for file in assets(source):
+    for file in list_assets(source):
         shutil.copyfile(file, target / file.name)
 
 
 @contextlib.contextmanager
-def tokenizer_alone(source: Path) -> Iterator[Path]:
-    """A temporary folder `tokenizer` with the tokenizer's files and no others."""
+def copy_tokenizer_to_temp(source: Path) -> Iterator[Path]:
+    """A temporary folder named `tokenizer` that holds the tokenizer's files and nothing else."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "tokenizer"
         folder.mkdir()
-        for file in assets(source):
+        for file in list_assets(source):
             if file.name in TOKENIZER_FILES:
                 shutil.copyfile(file, folder / file.name)
         yield folder
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint_model(path: Path) -> str:
     """SHA-256 (hex) over the names and bytes of config, tokenizer and weight files."""
     total = hashlib.sha256()
-    for file in sorted([*assets(path), *path.glob("*.safetensors")]):
+    for file in sorted([*list_assets(path), *path.glob("*.safetensors")]):
         total.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as handle:
             while block := handle.read(1 << 22):
@@ -227,7 +229,7 @@ def fingerprint(path: Path) -> str:
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """safetensors in files of at most 5 GB, with an index where there are several."""
+    """Write safetensors files of at most 5 GB each, with an index if there are several."""
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, folder)

@@ -7,7 +7,7 @@ import fcntl
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from recipes.plan import Plan
 if TYPE_CHECKING:
     import nemo_run as run
 
-    from convert.map import Architecture
+    from convert.tensor_map import Architecture
 
 log = logging.getLogger("launch")
 IMPORTED = Path("models/imported")  # base models in NeMo form, one folder a fingerprint
@@ -38,13 +38,14 @@ def start_from_base(partial: run.Partial, folder: RunDir, plan: Plan, *, write: 
     import nemo_run as run
     from nemo import lightning as nl
 
-    from convert import convert
+    from convert.import_hf import import_once
+    from convert.models import open_model
 
     base = partial.resume.base
     with _one_at_a_time(IMPORTED):
-        checkpoint = convert.ensure_imported(base, IMPORTED)
+        checkpoint = import_once(base, IMPORTED)
     log.info("base: %s, imported as %s", base, checkpoint)
-    _same_shape(plan, base, convert.facts(checkpoint))
+    _same_shape(plan, base, open_model(checkpoint).arch)
     _same_tokenizer(plan, base, checkpoint)
     partial.resume.restore_config = run.Config(
         nl.RestoreConfig, path=str(checkpoint), load_optim_state=False, load_artifacts=False
@@ -67,18 +68,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _same_shape(plan: Plan, base: str, found: Architecture) -> None:
     """Megatron would fill a larger embedding with zeros, and say nothing of another RoPE base."""
-    wanted = replace(
-        found,
-        num_layers=plan.shape.num_layers,
-        hidden_size=plan.shape.hidden_size,
-        ffn_hidden_size=plan.shape.ffn_hidden_size,
-        num_heads=plan.shape.num_attention_heads,
-        num_groups=plan.shape.num_query_groups,
-        vocab_size=plan.shape.vocab_size,
-        tied=plan.shape.tied,
-        norm_eps=1e-6,
-        rope_theta=1e6,
-    )
+    wanted = replace(found, **asdict(plan.shape), norm_eps=1e-6, rope_theta=1e6)
     if different := wanted.differences(found):
         raise UserError(
             "the base model is not of the recipe's shape",

@@ -1,4 +1,4 @@
-"""Convert: random Qwen2 models through import, training and export; each fault of the stock connectors; every error."""
+"""Random Qwen2 models through import, training and export; each fault of NeMo's own connectors; every user error."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+import convert.tensor_map
 from common.errors import UserError
-from convert import convert
-from convert import map as convert_map
+from convert.export_hf import export_hf, find_source
+from convert.import_hf import import_hf, import_once
+from convert.models import open_model
 from convert.nemo import PREFIX, NeMoCheckpoint
+from convert.tensor_map import Architecture
+from convert.verify import Verification, summarize, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 TIED = {"tied": True, "heads": 4, "groups": 2, "hidden": 64}
@@ -29,7 +33,7 @@ SHAPES = {
 def make_hf(
     folder: Path, *, tied: bool, heads: int, groups: int, hidden: int, dtype: torch.dtype = torch.float32, **config: Any
 ) -> Path:
-    """A random HF Qwen2 with norms off one and biases off zero: what is left at its initial value shows."""
+    """A random HF Qwen2 whose norms are not one and biases not zero, so that a weight left uninitialised shows."""
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     settings = {
@@ -58,20 +62,20 @@ def make_hf(
     return folder
 
 
-def _end_savers() -> None:
-    """NeMo's checkpoint writers are processes that would outlive the fork."""
+def _stop_checkpoint_writers() -> None:
+    """NeMo's checkpoint writers are processes that would outlive this one."""
     for child in multiprocessing.active_children():
         child.terminate()
 
 
-def _train(sample: Path, base: Path, arch: convert_map.Architecture) -> tuple[float, dict[str, torch.Tensor]]:
+def _train(sample: Path, base: Path, arch: Architecture) -> tuple[float, dict[str, torch.Tensor]]:
     """20 steps of the tiny recipe from `base`; the first logged loss, and the batch it was computed on."""
     import nemo_run as run
     from nemo.lightning.pytorch.strategies.utils import RestoreConfig
 
     import data.module
     from common.spec import RunSpec
-    from launcher import launch as execute
+    from launcher.launch import launch
     from recipes import registry
 
     batches: list[dict[str, torch.Tensor]] = []
@@ -99,16 +103,16 @@ def _train(sample: Path, base: Path, arch: convert_map.Architecture) -> tuple[fl
         "model.config.num_layers": arch.num_layers,
         "model.config.hidden_size": arch.hidden_size,
         "model.config.ffn_hidden_size": arch.ffn_hidden_size,
-        "model.config.num_attention_heads": arch.num_heads,
-        "model.config.num_query_groups": arch.num_groups,
+        "model.config.num_attention_heads": arch.num_attention_heads,
+        "model.config.num_query_groups": arch.num_query_groups,
         "model.config.share_embeddings_and_output_weights": arch.tied,
         "trainer.max_steps": 20,
         "trainer.val_check_interval": 1000,
         "trainer.log_every_n_steps": 1,
     }
     overrides = tuple(f"{path}={value}" for path, value in words.items())
-    assert execute.launch(RunSpec(recipe="qwen25_tiny", name="run", overrides=overrides)) == 0
-    _end_savers()
+    assert launch(RunSpec(recipe="qwen25_tiny", name="run", overrides=overrides)) == 0
+    _stop_checkpoint_writers()
     rows = [json.loads(line) for line in Path("runs/run/metrics.jsonl").read_text().splitlines()]
     return next(row["loss"] for row in rows if "loss" in row), batches[0]
 
@@ -124,16 +128,16 @@ def _hf_loss(folder: Path, batch: dict[str, torch.Tensor]) -> float:
 
 def _round_trip(sample: Path, shape: dict[str, Any]) -> dict[str, Any]:
     hf = make_hf(Path("hf"), **shape)
-    base = convert.import_hf("hf", Path("base"))
-    imported = convert.verify(hf, base, show=False)
-    loss, batch = _train(sample, base, convert.facts(base))
+    base = import_hf("hf", Path("base"))
+    imported = verify(hf, base, show=False)
+    loss, batch = _train(sample, base, open_model(base).arch)
     trained = Path("runs/run/checkpoints/step-20")
-    out = convert.export_hf(trained, Path("out"))
+    out = export_hf(trained, Path("out"))
     return {
         "imported": imported,
         "loss": (loss, _hf_loss(hf, batch)),
-        "moved": convert.verify(hf, trained, show=False),
-        "exported": convert.verify(out, trained, show=False),
+        "moved": verify(hf, trained, show=False),
+        "exported": verify(out, trained, show=False),
         "same files": {f.name: f.read_bytes() == (out / f.name).read_bytes() for f in hf.glob("*.[jt]*")},
         "loss after": _hf_loss(out, batch),
     }
@@ -144,7 +148,7 @@ def test_there_and_back_with_20_steps_between(sample: Path, forked: Callable[...
     """Import, verify, train from the weights, export, verify: and the first loss is HF's."""
     result = forked(_round_trip, sample, shape)
     for name in ("imported", "moved", "exported"):
-        print(name, *convert.summary(result[name]), sep="\n  ")
+        print(name, *summarize(result[name]), sep="\n  ")
     print("step-0 loss, HF's, HF's after 20 steps:", *result["loss"], result["loss after"])
     assert result["imported"].ok and result["exported"].ok
     assert result["imported"].agreeing == len(result["imported"].positions) == 128
@@ -164,7 +168,7 @@ def test_what_is_written_is_what_megatron_writes(sample: Path, forked: Callable[
 
     def both() -> None:
         make_hf(Path("hf"), **TIED)
-        _train(sample, convert.import_hf("hf", Path("base")), convert.facts("base"))
+        _train(sample, import_hf("hf", Path("base")), open_model("base").arch)
 
     forked(both)
     ours, megatrons = _keys(tmp_path / "base"), _keys(tmp_path / "runs/run/checkpoints/step-20")
@@ -174,14 +178,14 @@ def test_what_is_written_is_what_megatron_writes(sample: Path, forked: Callable[
 
 
 def test_bf16_stays_bf16_and_fp32_weights_can_leave_as_bf16(forked: Callable[..., Any], tmp_path: Path) -> None:
-    def run() -> list[convert.Verification]:
+    def run() -> list[Verification]:
         half, full = make_hf(Path("half"), **TIED, dtype=torch.bfloat16), make_hf(Path("full"), **TIED)
-        assert NeMoCheckpoint(convert.import_hf("half", Path("half.nemo"))).dtype == torch.bfloat16
-        convert.import_hf("full", Path("full.nemo"))
-        convert.export_hf(Path("half.nemo"), Path("half.out"))
-        convert.export_hf(Path("full.nemo"), Path("full.out"), dtype="bfloat16")
+        assert NeMoCheckpoint(import_hf("half", Path("half.nemo"))).dtype == torch.bfloat16
+        import_hf("full", Path("full.nemo"))
+        export_hf(Path("half.nemo"), Path("half.out"))
+        export_hf(Path("full.nemo"), Path("full.out"), dtype="bfloat16")
         pairs = ((half, "half.nemo"), (half, "half.out"), (full, "full.out"), ("full.nemo", half))
-        return [convert.verify(*pair, show=False) for pair in pairs]
+        return [verify(*pair, show=False) for pair in pairs]
 
     results = forked(run)
     assert [r.ok for r in results] == [True] * 4
@@ -193,28 +197,29 @@ def test_bf16_stays_bf16_and_fp32_weights_can_leave_as_bf16(forked: Callable[...
     assert json.loads((tmp_path / "full.out/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_export_of_a_model_trained_from_scratch(sample: Path, forked: Callable[..., Any]) -> None:
+def test_export_of_a_model_trained_from_scratch(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
     from tests.training.conftest import train
 
-    def run() -> tuple[convert.Verification, Any, str, int]:
+    def run() -> tuple[Verification, Any, str, int]:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         train(sample, "trainer.max_steps=3", "trainer.val_check_interval=1000")
-        _end_savers()
-        out = convert.export_hf(Path("runs/run/checkpoints/step-3"), Path("out"))
+        _stop_checkpoint_writers()
+        out = export_hf(Path("runs/run/checkpoints/step-3"), Path("out"))
         model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
         end = tokenizer.convert_tokens_to_ids("<|endoftext|>")
         ids = model.generate(**tokenizer("the", return_tensors="pt"), max_new_tokens=4, do_sample=False)
-        return convert.verify(out, "runs/run/checkpoints/step-3"), model.config, tokenizer.decode(ids[0]), end
+        return verify(out, "run"), model.config, tokenizer.decode(ids[0]), end  # a run's name: its newest checkpoint
 
     result, config, text, end = forked(run)
     assert result.ok and text.startswith("the")
+    assert (tmp_path / "out/model.safetensors").stat().st_mode == (tmp_path / "out/config.json").stat().st_mode
     assert (config.tie_word_embeddings, config.max_position_embeddings, config.rope_theta) == (True, 256, 1e6)
     assert config.eos_token_id == config.bos_token_id == end
     assert config.torch_dtype == torch.float32
 
 
-# --- what stock NeMo does with the same model: if one of these no longer fails there, convert/convert can shrink
+# --- what stock NeMo does with the same model: where one of these no longer fails, our own code can go
 
 
 def _stock_import(hf: Path) -> Path:
@@ -224,7 +229,7 @@ def _stock_import(hf: Path) -> Path:
 
     with cpu.backend():
         stock = Path(HFQwen2Importer(str(hf)).apply(Path("stock")))
-    _end_savers()
+    _stop_checkpoint_writers()
     return stock
 
 
@@ -234,8 +239,8 @@ def test_stock_importer_unties_a_tied_model(forked: Callable[..., Any]) -> None:
 
         hf = make_hf(Path("hf"), **TIED)
         true = sum(t.numel() for t in load_file("hf/model.safetensors").values())
-        ours = convert.facts(convert.import_hf("hf", Path("base"))).num_parameters
-        return true, ours, convert.facts(_stock_import(hf)).num_parameters
+        ours = open_model(import_hf("hf", Path("base"))).arch.num_parameters
+        return true, ours, open_model(_stock_import(hf)).arch.num_parameters
 
     true, ours, stock = forked(run)
     assert ours == true
@@ -243,10 +248,10 @@ def test_stock_importer_unties_a_tied_model(forked: Callable[..., Any]) -> None:
 
 
 def test_stock_importer_leaves_the_norms_at_one_without_te(forked: Callable[..., Any]) -> None:
-    def run() -> tuple[convert.Verification, convert.Verification]:
+    def run() -> tuple[Verification, Verification]:
         hf = make_hf(Path("hf"), **(TIED | {"tied": False}))
-        ours = convert.verify(hf, convert.import_hf("hf", Path("base")), show=False)
-        return ours, convert.verify(hf, _stock_import(hf), show=False)
+        ours = verify(hf, import_hf("hf", Path("base")), show=False)
+        return ours, verify(hf, _stock_import(hf), show=False)
 
     ours, stock = forked(run)
     assert ours.ok
@@ -261,10 +266,10 @@ def test_stock_exporter_rewrites_the_config(forked: Callable[..., Any], tmp_path
         from nemo.collections.llm.gpt.model.qwen2 import HFQwen2Exporter
 
         make_hf(Path("hf"), **TIED)
-        base = convert.import_hf("hf", Path("base"))
+        base = import_hf("hf", Path("base"))
         io = base / "context/io.json"
         io.write_text(io.read_text().replace("2048", "64"))
-        convert.export_hf(base, Path("out"))
+        export_hf(base, Path("out"))
         return HFQwen2Exporter(str(base)).config
 
     stock = forked(run)
@@ -280,7 +285,7 @@ def test_stock_exporter_rewrites_the_config(forked: Callable[..., Any], tmp_path
 
 def _wrong_in_both_directions(fault: str) -> None:
     """Break the mapping so that import and export still undo each other: only the logits can tell."""
-    join, split = convert_map._join, convert_map._split
+    join, split = convert.tensor_map._join, convert.tensor_map._split
 
     def swapped(kind: str, arch: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         return join(kind, arch, parts[::-1] if kind == "gate_up" else parts)
@@ -289,19 +294,23 @@ def _wrong_in_both_directions(fault: str) -> None:
         return split(kind, arch, joined)[:: -1 if kind == "gate_up" else 1]
 
     if fault == "gate and up swapped":
-        convert_map._join, convert_map._split = swapped, unswapped
+        convert.tensor_map._join, convert.tensor_map._split = swapped, unswapped
     else:
-        convert_map.interleave_qkv = lambda arch, *parts: torch.cat(parts)
-        sizes = lambda a: [a.num_heads * a.head_dim, a.num_groups * a.head_dim, a.num_groups * a.head_dim]  # noqa: E731
-        convert_map.split_qkv = lambda arch, qkv: qkv.split(sizes(arch))
+
+        def split_without_groups(arch: Any, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            kv = arch.num_query_groups * arch.head_dim
+            return qkv.split([arch.num_attention_heads * arch.head_dim, kv, kv])
+
+        convert.tensor_map.interleave_qkv = lambda arch, *parts: torch.cat(parts)
+        convert.tensor_map.split_qkv = split_without_groups
 
 
 @pytest.mark.parametrize("fault", ("gate and up swapped", "QKV not interleaved by group"))
 def test_a_wrong_mapping_cannot_pass(forked: Callable[..., Any], fault: str) -> None:
-    def run() -> convert.Verification:
+    def run() -> Verification:
         hf = make_hf(Path("hf"), **TIED)
         _wrong_in_both_directions(fault)
-        return convert.verify(hf, convert.import_hf("hf", Path("base")), show=False)
+        return verify(hf, import_hf("hf", Path("base")), show=False)
 
     result = forked(run)
     assert result.parameter_difference == 0
@@ -309,7 +318,7 @@ def test_a_wrong_mapping_cannot_pass(forked: Callable[..., Any], fault: str) -> 
 
 
 def test_one_changed_value_cannot_pass(forked: Callable[..., Any], tmp_path: Path) -> None:
-    def run() -> tuple[convert.Verification, convert.Verification]:
+    def run() -> tuple[Verification, Verification]:
         from safetensors.torch import load_file, save_file
 
         hf = make_hf(Path("hf"), **TIED)
@@ -317,9 +326,9 @@ def test_one_changed_value_cannot_pass(forked: Callable[..., Any], tmp_path: Pat
         weights = load_file("other/model.safetensors")
         weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
         save_file(weights, "other/model.safetensors", {"format": "pt"})
-        base = convert.import_hf("hf", Path("base"))
+        base = import_hf("hf", Path("base"))
         make_hf(Path("eps"), **TIED, rms_norm_eps=1e-5)
-        return convert.verify("other", base), convert.verify("eps", base)
+        return verify("other", base), verify("eps", base)
 
     changed, eps = forked(run)
     assert [p.name for p in changed.parameters if p.difference] == ["model.layers.1.mlp.up_proj.weight"]
@@ -336,7 +345,7 @@ def test_imported_once_and_made_again_only_when_it_must(forked: Callable[..., An
         seen = []
 
         def use() -> None:
-            folder = convert.ensure_imported("hf", cache)
+            folder = import_once("hf", cache)
             seen.append((folder, (folder / "import.json").stat().st_mtime_ns))
 
         use()
@@ -345,7 +354,7 @@ def test_imported_once_and_made_again_only_when_it_must(forked: Callable[..., An
         use()
         make_hf(hf, **TIED, rms_norm_eps=1e-5)
         use()
-        assert convert.ensure_imported(str(seen[-1][0]), cache) == seen[-1][0]
+        assert import_once(str(seen[-1][0]), cache) == seen[-1][0]
         return seen
 
     first, again, repaired, other = forked(run)
@@ -353,6 +362,22 @@ def test_imported_once_and_made_again_only_when_it_must(forked: Callable[..., An
     assert repaired[0] == first[0] and repaired[1] != first[1]
     assert other[0] != first[0]
     assert sorted((tmp_path / "cache").iterdir()) == sorted(tmp_path / p for p in (first[0], other[0]))
+
+
+# --- permissions and names
+
+
+def test_files_have_the_permissions_of_new_files(tmp_path: Path) -> None:
+    """safetensors creates its files as 0600: other users could not read an exported model."""
+    from convert.output_folder import complete_or_absent
+
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    with complete_or_absent(tmp_path / "out") as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep/weights").touch(mode=0o600)
+    assert (tmp_path / "out/deep/weights").stat().st_mode == ordinary.stat().st_mode
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["deep"]
 
 
 # --- what a user can get wrong
@@ -381,7 +406,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], object], str]] = {
     "broken config": (lambda: Path("hf/config.json").write_text("{"), "JSONDecodeError"),
     "no weights": (lambda: Path("hf/model.safetensors").unlink(), "has no weights"),
     "pickled": (lambda: Path("hf/model.safetensors").rename("hf/pytorch_model.bin"), "only pytorch_model.bin"),
-    "cut weights": (lambda: Path("hf/model.safetensors").write_bytes(b"x" * 99), "whole safetensors file"),
+    "cut weights": (lambda: Path("hf/model.safetensors").write_bytes(b"x" * 99), "complete safetensors file"),
     "missing tensor": (lambda: _edit_weights(lambda w: w.pop(NORM)), f"missing {NORM}"),
     "unknown tensor": (lambda: _edit_weights(lambda w: w.update(a=w[NORM].clone())), "unknown a"),
     "wrong shape": (lambda: _edit_weights(lambda w: w.update({NORM: torch.ones(5)})), r"is \[5\], not \[64\]"),
@@ -394,13 +419,13 @@ BAD_SOURCES: dict[str, tuple[Callable[[], object], str]] = {
 
 @pytest.mark.parametrize("case", BAD_SOURCES)
 def test_bad_sources(forked: Callable[..., Any], tmp_path: Path, case: str) -> None:
-    """Each is named, and nothing is left behind."""
+    """Each error names its cause, and nothing is left behind."""
     spoil, words = BAD_SOURCES[case]
 
     def run() -> None:
         make_hf(Path("hf"), **TIED)
         spoil()
-        convert.import_hf("hf", Path("base"))
+        import_hf("hf", Path("base"))
 
     with pytest.raises(UserError, match=words):
         forked(run)
@@ -408,47 +433,47 @@ def test_bad_sources(forked: Callable[..., Any], tmp_path: Path, case: str) -> N
     assert case == "output in use" or not (tmp_path / "base").exists()
 
 
-def test_bad_places_and_checkpoints(
+def test_bad_outputs_and_checkpoints(
     forked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UserError, match="no such folder"):
-        convert.import_hf("./nowhere", tmp_path / "base")
+        import_hf("./nowhere", tmp_path / "base")
     with pytest.raises(UserError, match="huggingface-cli download nobody/nothing"):
-        convert.import_hf("nobody/nothing", tmp_path / "base")  # tests run with HF_HUB_OFFLINE=1
+        import_hf("nobody/nothing", tmp_path / "base")  # tests run with HF_HUB_OFFLINE=1
     with pytest.raises(UserError, match="no such folder"):
-        convert.export_hf(tmp_path / "nowhere", tmp_path / "out")
+        export_hf(tmp_path / "nowhere", tmp_path / "out")
 
     def run() -> None:
         make_hf(Path("hf"), **TIED)
         make_hf(Path("eps"), **TIED, rms_norm_eps=1e-5)
-        convert.import_hf("hf", Path("base"))
+        import_hf("hf", Path("base"))
 
     forked(run)
     base = tmp_path / "base"
     with pytest.raises(UserError, match="norm_eps"):
-        convert.export_hf(base, tmp_path / "out", like=tmp_path / "eps")
+        export_hf(base, tmp_path / "out", like=tmp_path / "eps")
     with pytest.raises(UserError, match="float32 or bfloat16"):
-        convert.export_hf(base, tmp_path / "out", dtype="int8")
+        export_hf(base, tmp_path / "out", dtype="int8")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(UserError, match="not enough disk"):
-        convert.export_hf(base, tmp_path / "out")
-    with pytest.raises(UserError, match="not enough disk"):
-        convert.import_hf(str(tmp_path / "hf"), tmp_path / "out")
+    with pytest.raises(UserError, match="not enough disk space"):
+        export_hf(base, tmp_path / "out")
+    with pytest.raises(UserError, match="not enough disk space"):
+        import_hf(str(tmp_path / "hf"), tmp_path / "out")
     monkeypatch.undo()
     (tmp_path / "base-unfinished").touch()
     with pytest.raises(UserError, match="interrupted"):
-        convert.export_hf(base, tmp_path / "out")
+        export_hf(base, tmp_path / "out")
     (tmp_path / "base-unfinished").unlink()
     (base / "weights/.metadata").write_bytes(b"x")
     with pytest.raises(UserError, match="metadata"):
-        convert.export_hf(base, tmp_path / "out")
+        export_hf(base, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_that_is_gone_is_named(tmp_path: Path) -> None:
-    """Never exported as if trained from scratch."""
+def test_a_missing_base_is_an_error(tmp_path: Path) -> None:
+    """Such a run is never exported as if it was trained from scratch."""
     run = tmp_path / "runs/run"
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("resume:\n  restore_config:\n    path: models/gone\n")
     with pytest.raises(UserError, match="models/gone"):
-        convert.source_of(run / "checkpoints/step-5")
+        find_source(run / "checkpoints/step-5")

@@ -17,9 +17,9 @@ from tests.training.conftest import SHORT, train
 
 
 def _export() -> bool:
-    from convert.export_run import export
+    from convert.export_run import export_run
 
-    return export(Path("runs/base"), Path("base-hf")).ok
+    return export_run(Path("runs/base"), Path("base-hf")).ok
 
 
 def _continue(sample: Path, base: str, **kwargs: Any) -> list[dict[str, Any]]:
@@ -118,12 +118,12 @@ def _lose_a_norm(sample: Path, base: str) -> None:
 
 def _source_after_resume(sample: Path, base: str) -> tuple[str | None, list[str]]:
     """Continue, stop, resume; where the checkpoint's model files come from then, and the checkpoints kept."""
-    from convert.convert import source_of
+    from convert.export_hf import find_source
 
     words = ("log.ckpt.every_n_train_steps=1", "log.ckpt.keep_last=1", "log.ckpt.keep_best=code")
     _continue(sample, base, words=(*words, "trainer.max_steps=2"))
     _continue(sample, base, words=(*words, "trainer.max_steps=3"), resume=True)
-    source = source_of(RunDir("cpt").whole_checkpoints()[-1])
+    source = find_source(RunDir("cpt").whole_checkpoints()[-1])
     return str(source) if source else None, [p.name for p in RunDir("cpt").whole_checkpoints()]
 
 

@@ -1,8 +1,8 @@
-"""The one mapping between HF's Qwen2 tensors and Megatron's: import, export and verify all read this table.
+"""The mapping between Hugging Face's Qwen2 tensors and Megatron's: import, export and verify all read this table.
 
-Megatron stores a tensor of all layers as one, stacked along dimension 0; names are those of a distributed
-checkpoint without its leading `module.`. They are the same with and without Transformer Engine: the
-local layers give their norms under the names of TE's fused layers (`sharded_state_dict_keys_map` in
+Megatron stacks a tensor of all layers into one along dimension 0; names are those of a distributed checkpoint
+without its leading `module.`. They are the same with and without Transformer Engine: the local layers save
+their norms under the names of TE's fused layers (`sharded_state_dict_keys_map` in
 megatron/core/models/gpt/gpt_layer_specs.py, 0.12 and 0.13).
 """
 
@@ -14,34 +14,29 @@ from typing import Literal
 
 import torch
 
+from recipes.plan import Shape
+
 LAYER = "model.layers.{i}."
 Kind = Literal["same", "vocab", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """What decides the logits besides the weights: a Qwen2 decoder's sizes and constants."""
+class Architecture(Shape):
+    """Everything besides the weights that decides a Qwen2 model's logits: its shape and three more numbers."""
 
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_groups: int
     head_dim: int
-    vocab_size: int
-    tied: bool
     norm_eps: float
     rope_theta: float
 
     @property
     def num_parameters(self) -> int:
-        """Trainable parameters; a tied output layer counts once."""
+        """Trainable parameters, for any `head_dim`; a tied output layer counts once."""
         return sum(torch.Size(shape).numel() for shape in hf_shapes(self).values())
 
     def differences(self, other: Architecture) -> list[str]:
-        """`name: mine, theirs` for every field that differs."""
+        """`field: own value, other's value` for every field that differs."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name}: {mine}, {theirs}" for name, mine, theirs in pairs if mine != theirs]
+        return [f"{name}: {own}, {others}" for name, own, others in pairs if own != others]
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,7 @@ class Row:
 
     @property
     def per_layer(self) -> bool:
+        """Every layer has such a tensor."""
         return "{i}" in self.hf[0]
 
 
@@ -61,7 +57,7 @@ def _layer(megatron: str, *hf: str, kind: Kind = "same") -> Row:
     return Row(f"decoder.layers.{megatron}", tuple(LAYER + name for name in hf), kind)
 
 
-def _attn(*letters: str, of: str) -> tuple[str, ...]:
+def _attention(*letters: str, of: str) -> tuple[str, ...]:
     return tuple(f"self_attn.{letter}_proj.{of}" for letter in letters)
 
 
@@ -69,9 +65,9 @@ EMBEDDING = Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight"
 OUTPUT = Row("output_layer.weight", ("lm_head.weight",), "vocab")
 BODY = (
     _layer("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    _layer("self_attention.linear_qkv.weight", *_attn("q", "k", "v", of="weight"), kind="qkv"),
-    _layer("self_attention.linear_qkv.bias", *_attn("q", "k", "v", of="bias"), kind="qkv"),
-    _layer("self_attention.linear_proj.weight", *_attn("o", of="weight")),
+    _layer("self_attention.linear_qkv.weight", *_attention("q", "k", "v", of="weight"), kind="qkv"),
+    _layer("self_attention.linear_qkv.bias", *_attention("q", "k", "v", of="bias"), kind="qkv"),
+    _layer("self_attention.linear_proj.weight", *_attention("o", of="weight")),
     _layer("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
     _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="gate_up"),
     _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
@@ -86,20 +82,21 @@ def rows(arch: Architecture) -> tuple[Row, ...]:
 
 def hf_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every HF tensor of the model, in the table's order, with its shape."""
-    a, q, kv = arch, arch.num_heads * arch.head_dim, arch.num_groups * arch.head_dim
+    q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+    vocab, hidden, ffn = arch.vocab_size, arch.hidden_size, arch.ffn_hidden_size
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (a.vocab_size, a.hidden_size),
-        "lm_head.weight": (a.vocab_size, a.hidden_size),
-        "model.norm.weight": (a.hidden_size,),
-        LAYER + "input_layernorm.weight": (a.hidden_size,),
-        LAYER + "post_attention_layernorm.weight": (a.hidden_size,),
-        LAYER + "self_attn.o_proj.weight": (a.hidden_size, q),
-        LAYER + "mlp.gate_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        LAYER + "mlp.up_proj.weight": (a.ffn_hidden_size, a.hidden_size),
-        LAYER + "mlp.down_proj.weight": (a.hidden_size, a.ffn_hidden_size),
+        "model.embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+        LAYER + "input_layernorm.weight": (hidden,),
+        LAYER + "post_attention_layernorm.weight": (hidden,),
+        LAYER + "self_attn.o_proj.weight": (hidden, q),
+        LAYER + "mlp.gate_proj.weight": (ffn, hidden),
+        LAYER + "mlp.up_proj.weight": (ffn, hidden),
+        LAYER + "mlp.down_proj.weight": (hidden, ffn),
     }
     for letter, size in (("q", q), ("k", kv), ("v", kv)):
-        shapes[f"{LAYER}self_attn.{letter}_proj.weight"] = (size, a.hidden_size)
+        shapes[f"{LAYER}self_attn.{letter}_proj.weight"] = (size, hidden)
         shapes[f"{LAYER}self_attn.{letter}_proj.bias"] = (size,)
     return {name.format(i=i): shapes[name] for name, i in _hf_order(arch)}
 
@@ -111,7 +108,7 @@ def _hf_order(arch: Architecture) -> Iterator[tuple[str, int]]:
 
 
 def megatron_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every Megatron tensor with its stacked shape (vocabulary rows without padding)."""
+    """Every Megatron tensor with its stacked shape; the vocabulary is not padded."""
     hf = hf_shapes(arch)
     shapes = {}
     for row in rows(arch):
@@ -122,7 +119,11 @@ def megatron_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def to_megatron(arch: Architecture, hf: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Megatron name, stacked tensor) for every row; `hf(name)` gives an HF tensor. Dtypes stay as they are."""
+    """(Megatron name, stacked tensor) for every row of the table, in the dtype of the source.
+
+    Args:
+        hf: returns the HF tensor of that name.
+    """
     for row in rows(arch):
         layers = range(arch.num_layers if row.per_layer else 1)
         joined = (_join(row.kind, arch, [hf(name.format(i=i)) for name in row.hf]) for i in layers)
@@ -130,7 +131,11 @@ def to_megatron(arch: Architecture, hf: Callable[[str], torch.Tensor]) -> Iterat
 
 
 def to_hf(arch: Architecture, megatron: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, tensor) in the order of `hf_shapes`; `megatron(name)` gives a stacked tensor."""
+    """(HF name, tensor) in the order of `hf_shapes`, in the dtype of the source.
+
+    Args:
+        megatron: returns the stacked Megatron tensor of that name.
+    """
     for row in rows(arch):
         stacked = megatron(row.megatron)
         for i in range(arch.num_layers if row.per_layer else 1):
@@ -153,7 +158,7 @@ def _split(kind: Kind, arch: Architecture, joined: torch.Tensor) -> tuple[torch.
 
 
 def interleave_qkv(arch: Architecture, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Megatron's order, group by group: the group's query heads, then its key head, then its value head.
+    """Joins q, k and v in Megatron's order: for each group its query heads, then its key head, then its value head.
 
     Args:
         q: [heads * head_dim, ...]; k, v: [groups * head_dim, ...]; a trailing dimension for weights, none for biases.
@@ -161,12 +166,13 @@ def interleave_qkv(arch: Architecture, q: torch.Tensor, k: torch.Tensor, v: torc
     Returns:
         [(heads + 2 * groups) * head_dim, ...].
     """
-    by_group = [x.reshape(arch.num_groups, -1, *x.shape[1:]) for x in (q, k, v)]
+    by_group = [x.reshape(arch.num_query_groups, -1, *x.shape[1:]) for x in (q, k, v)]
     return torch.cat(by_group, dim=1).reshape(-1, *q.shape[1:])
 
 
 def split_qkv(arch: Architecture, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The inverse of `interleave_qkv`: q, k, v."""
-    grouped = qkv.reshape(arch.num_groups, -1, *qkv.shape[1:])
-    sizes = [arch.num_heads // arch.num_groups * arch.head_dim, arch.head_dim, arch.head_dim]
-    return tuple(part.reshape(-1, *qkv.shape[1:]) for part in grouped.split(sizes, dim=1))
+    grouped = qkv.reshape(arch.num_query_groups, -1, *qkv.shape[1:])
+    queries = arch.num_attention_heads // arch.num_query_groups * arch.head_dim
+    q, k, v = torch.split(grouped, [queries, arch.head_dim, arch.head_dim], dim=1)
+    return tuple(part.reshape(-1, *qkv.shape[1:]) for part in (q, k, v))
