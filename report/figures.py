@@ -1,10 +1,10 @@
-"""The figures of a report: each takes what it shows and returns a matplotlib figure, or None if there is nothing."""
+"""Draw the figures of a report; each function returns a matplotlib figure, or None if there is no data for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from report.facts import Change, Replay, series, smooth, zero
+from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
 from report.read import RunFiles
 from report.theme import (
     DASHES,
@@ -15,7 +15,7 @@ from report.theme import (
     canvas,
     label_ends,
     signed_tick,
-    thin,
+    thin_out,
     thousands,
     tick,
 )
@@ -25,31 +25,38 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FIGURES = ("validation", "loss", "lr", "grad_norm", "replay", "throughput", "memory")
-Compared = list[tuple[str, list[Change]]]  # (label of the run, its changes)
+WIDE, NARROW = 10.8, 5.2  # inches: the full width of the page, and half of it or a phone's screen
+LabelledChanges = list[tuple[str, list[DomainChange]]]  # (label of a run, its changes)
 
 
-def draw(files: RunFiles, compared: Compared, blend: list[Replay]) -> dict[str, Figure]:
-    """Every figure for which there is data, by name."""
-    drawn = {
-        "validation": validation(compared, zero(files, [c for _, some in compared for c in some])),
-        "loss": loss(files),
-        "lr": column(files, "lr", "learning rate"),
-        "grad_norm": column(files, "grad_norm", "gradient norm"),
-        "replay": shares(blend),
-        "throughput": column(files, "tokens_per_second", "tokens/s"),
-        "memory": column(files, "memory_gib", "GiB"),
+def draw_figures(files: RunFiles, runs: LabelledChanges, tokens: list[DomainTokens]) -> dict[str, list[Figure]]:
+    """Every figure for which there is data, by name; a full-width figure comes twice, for wide and for narrow screens.
+
+    Args:
+        runs: the run itself and those it is compared with.
+    """
+    baseline = baseline_name(files, [c for _, changes in runs for c in changes])
+    figures = {
+        "validation": [draw_validation(runs, baseline, width) for width in (WIDE, NARROW)],
+        "loss": [draw_loss(files, width) for width in (WIDE, NARROW)],
+        "lr": [draw_column(files, "lr", "learning rate")],
+        "grad_norm": [draw_column(files, "grad_norm", "gradient norm")],
+        "replay": [draw_shares(tokens, width) for width in (WIDE, NARROW)],
+        "throughput": [draw_column(files, "tokens_per_second", "tokens/s")],
+        "memory": [draw_column(files, "memory_gib", "GiB")],
     }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    drawn = {name: [figure for figure in versions if figure] for name, versions in figures.items()}
+    return {name: versions for name, versions in drawn.items() if versions}
 
 
-def validation(compared: Compared, origin: str) -> Figure | None:
-    """Per-domain validation of one or more runs relative to `origin`, above zero forgotten, below learned."""
-    domains = list(dict.fromkeys(c.domain for _, changes in compared for c in changes if len(c.curve) > 1))
+def draw_validation(runs: LabelledChanges, baseline: str, width: float) -> Figure | None:
+    """Per-domain validation of one or more runs relative to `baseline`: above zero forgotten, below learned."""
+    domains = list(dict.fromkeys(c.domain for _, changes in runs for c in changes if len(c.curve) > 1))
     if not domains:
         return None
-    figure, axes = canvas(10.8, 4.8 if len(compared) == 1 else 5.6)
+    figure, axes = canvas(width, (4.8 if len(runs) == 1 else 5.6) if width == WIDE else 4.2)
     ends = []
-    for index, (label, changes) in enumerate(compared):
+    for index, (label, changes) in enumerate(runs):
         for c in changes:
             if c.domain not in domains or not c.curve:
                 continue
@@ -57,20 +64,22 @@ def validation(compared: Compared, origin: str) -> Figure | None:
             steps, deltas = [s for s, _ in c.curve], [d for _, d in c.curve]
             few = "o" if len(steps) < 40 else ""
             axes.plot(steps, deltas, color=colour, linestyle=DASHES[index % len(DASHES)], marker=few, markersize=3.2)
-            text = f"{c.domain} {signed_tick(deltas[-1], 2)}" + (f" · {label}" if len(compared) > 1 else "")
+            separator = " · " if width == WIDE else "\n"
+            text = f"{c.domain} {signed_tick(deltas[-1], 2)}" + (f"{separator}{label}" if len(runs) > 1 else "")
             ends.append((deltas[-1], text, colour))
-    _sides(axes, origin)
+    _shade_sides(axes, baseline)
     axes.set_xlabel("step")
     thousands(axes.xaxis)
-    label_ends(axes, ends)
+    two_lines = width != WIDE and len(runs) > 1
+    label_ends(axes, ends, gap=0.14 if two_lines else 0.06)
     return figure
 
 
-def _sides(axes: Axes, origin: str) -> None:
-    """The zero line and what its two sides mean."""
+def _shade_sides(axes: Axes, baseline: str) -> None:
+    """Draw the zero line, and say what its two sides mean."""
     low, high = axes.get_ylim()
     room = 0.08 * (high - low)
-    low, high = min(low, -room), max(high, room)
+    low, high = min(low, 0.0) - room, max(high, 0.0) + room  # room for the two words beside the curves
     axes.set_ylim(low, high)
     axes.axhspan(0, high, color=FORGOTTEN, alpha=0.06, linewidth=0)
     axes.axhspan(low, 0, color=LEARNED, alpha=0.06, linewidth=0)
@@ -79,35 +88,35 @@ def _sides(axes: Axes, origin: str) -> None:
     inside: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "fontweight": "bold"}
     axes.text(0.012, high - room / 3, "forgotten \u2191", color=FORGOTTEN, va="top", **inside)
     axes.text(0.012, low + room / 3, "learned \u2193", color=LEARNED, va="bottom", **inside)
-    name = origin if origin == "base" else "start"
+    name = "base" if baseline == "base model" else "start"
     axes.yaxis.set_major_formatter(lambda value, _: signed_tick(value) if abs(value) > 1e-9 else name)
-    axes.set_ylabel(f"nats a token, relative to the {origin}")
+    axes.set_ylabel(f"nats per token, relative to the {baseline}")
 
 
-def loss(files: RunFiles) -> Figure | None:
-    """Raw training loss behind its running average."""
-    steps, values = series(files.train, "loss")
+def draw_loss(files: RunFiles, width: float) -> Figure | None:
+    """The training loss behind its running average."""
+    steps, values = get_series(files.train, "loss")
     if not steps:
         return None
-    figure, axes = canvas(10.8, 3.4)
+    figure, axes = canvas(width, 3.4 if width == WIDE else 2.8)
     average = smooth(values)
-    axes.plot(*thin(steps, values), color=PALETTE[0], alpha=0.35, linewidth=1.0)
-    axes.plot(*thin(steps, average), color=PALETTE[0])
+    axes.plot(*thin_out(steps, values), color=PALETTE[0], alpha=0.35, linewidth=1.0)
+    axes.plot(*thin_out(steps, average), color=PALETTE[0])
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss, nats per token")
     thousands(axes.xaxis)
     label_ends(axes, [(average[-1], f"{average[-1]:.3f}", PALETTE[0])])
     return figure
 
 
-def column(files: RunFiles, key: str, name: str) -> Figure | None:
+def draw_column(files: RunFiles, key: str, name: str) -> Figure | None:
     """One column of metrics.jsonl over the steps."""
-    steps, values = series(files.train, key)
+    steps, values = get_series(files.train, key)
     if not steps:
         return None
-    figure, axes = canvas(5.2, 2.6)
+    figure, axes = canvas(NARROW, 2.6)
     colour = PALETTE[{"lr": 2, "grad_norm": 6, "memory_gib": 4}.get(key, 3)]
-    axes.plot(*thin(steps, values), color=colour, marker="o" if len(steps) == 1 else "")
+    axes.plot(*thin_out(steps, values), color=colour, marker="o" if len(steps) == 1 else "")
     axes.set_ylim(0, 1.12 * max(values) or 1.0)
     axes.set_xlabel("step")
     axes.set_ylabel(name)
@@ -116,23 +125,23 @@ def column(files: RunFiles, key: str, name: str) -> Figure | None:
     return figure
 
 
-def shares(blend: list[Replay]) -> Figure | None:
-    """Two bars of tokens by domain: the plan, and what was read."""
+def draw_shares(tokens: list[DomainTokens], width: float) -> Figure | None:
+    """Two bars of tokens by domain: planned and consumed."""
     rows = {
-        "planned": [r.planned_share for r in blend],
-        "consumed": [r.consumed_share for r in blend],
+        "planned": [t.planned_share for t in tokens],
+        "consumed": [t.consumed_share for t in tokens],
     }
     rows = {name: values for name, values in rows.items() if any(values)}
     if not rows:
         return None
-    figure, axes = canvas(10.8, 0.75 + 0.55 * len(rows))
+    figure, axes = canvas(width, 0.75 + 0.55 * len(rows))
     for line, values in enumerate(rows.values()):
         left = 0.0
-        for index, (r, value) in enumerate(zip(blend, values, strict=True)):
+        for index, (t, value) in enumerate(zip(tokens, values, strict=True)):
             share = value or 0.0
             axes.barh(line, share, left=left, height=0.72, color=PALETTE[index % len(PALETTE)])
-            if share > 0.07:
-                text = f"{r.domain} {share:.1%}" if share > 0.16 else f"{share:.0%}"
+            if share > 0.7 / width:  # there is room for a number
+                text = f"{t.domain} {share:.1%}" if share > 1.6 / width else f"{share:.0%}"
                 axes.text(left + share / 2, line, text, color="white", ha="center", va="center", fontweight="bold")
             left += share
     axes.set_yticks(range(len(rows)), list(rows))

@@ -1,42 +1,123 @@
-"""The parts of the page that say what happened to the model: headline, domains, comparison, replay."""
+"""Render the report of a run: templates/report.html.j2 with these numbers and formats. Every text is escaped."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from report.facts import Change, Replay, Speed, replay, replay_share, series, status, zero
-from report.html import Html, el, figure, section, table
+from report import theme
+from report.analysis import (
+    DomainChange,
+    DomainTokens,
+    Throughput,
+    baseline_name,
+    get_progress,
+    get_series,
+    planned_replay_share,
+)
+from report.configuration import configuration_tables
 from report.passport import Passport
-from report.read import RunFiles, finite
-from report.theme import DASH_NAMES
+from report.read import RunFiles
 
-CLASSES = {"learned": "learned", "forgotten": "forgotten", "not a number": "broken"}
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+TEMPLATES = Path(__file__).parent / "templates"
+NONE = "\u2014"  # shown for a value that is not recorded
+COLOURS = {"learned": "learned", "forgotten": "forgotten", "not a number": "broken"}  # verdict -> CSS class
 
 
 @dataclass(frozen=True)
-class Story:
-    """All that the page is made of: one run, read and worked out, and those it is compared with."""
+class ReportData:
+    """Everything that the page shows: one run, read and analysed, and the runs it is compared with.
+
+    Args:
+        figures: name of a figure -> its SVGs (one, or one for wide and one for narrow screens).
+        others: the runs it is compared with, and the changes of each.
+    """
 
     files: RunFiles
-    changes: list[Change]
-    blend: list[Replay]
-    speed: Speed
+    changes: list[DomainChange]
+    tokens: list[DomainTokens]
+    throughput: Throughput
     warnings: list[str]
     passport: Passport
-    svg: dict[str, str]
-    against: list[tuple[RunFiles, list[Change]]]
+    figures: dict[str, list[str]]
+    others: list[tuple[RunFiles, list[DomainChange]]]
 
 
-def signed(value: float, digits: int = 2) -> str:
-    """+0.42, or with a real minus sign."""
+def render(data: ReportData) -> str:
+    """The whole page as HTML, without scripts or outside resources."""
+    labels = label_runs([data.files, *(files for files, _ in data.others)])
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            data=data,
+            files=data.files,
+            figures=data.figures,
+            progress=get_progress(data.files),
+            baseline=baseline_name(data.files, data.changes),
+            largest=max((abs(c.delta) for c in data.changes if math.isfinite(c.delta)), default=0.0) or 1.0,
+            runs=[(data.files, data.changes), *data.others],
+            lines=[f"{name}: {label}" for name, label in zip(theme.DASH_NAMES, labels.values(), strict=False)],
+            memory_kind=memory_kind(data.files),
+            replay_share=planned_replay_share,
+            key_facts=key_facts(data),
+            configuration=configuration_tables(data.files),
+            theme=theme,
+            made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        )
+    )
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bar_width": bar_width,
+        "signed": signed,
+        "short": short,
+        "decimal": decimal,
+        "percent": percent,
+        "colour": lambda change: COLOURS.get(change.verdict, "plain"),
+        "svg": Markup,  # figures are made by report/theme.py; matplotlib escapes the texts in them
+    }
+    return environment
+
+
+def signed(value: float | None, digits: int = 2) -> str:
+    """+0.42, with a real minus sign for negative numbers."""
+    if value is None:
+        return NONE
     return "NaN" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "\u2212")
 
 
+def decimal(value: float | None, digits: int = 3) -> str:
+    """1.250."""
+    return NONE if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share of 1 as 25.0%."""
+    return NONE if share is None else f"{share:.{digits}%}"
+
+
 def short(value: float | None, unit: str = "") -> str:
-    """A number of three digits with a K, M, B or T; a dash for None."""
+    """A number of three digits with a K, M, B or T."""
     if value is None:
-        return "\u2014"
+        return NONE
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}{unit}"
@@ -46,7 +127,7 @@ def short(value: float | None, unit: str = "") -> str:
 def duration(seconds: float | None) -> str:
     """2 h 05 min, 3 min 10 s, 12 s."""
     if seconds is None:
-        return "\u2014"
+        return NONE
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -54,185 +135,39 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def top(story: Story) -> list[object]:
-    """Name, one sentence with the result, a card for each domain, the key facts, what to look at."""
-    files = story.files
-    kind = "Continual pretraining" if files.continued else "Training run"
-    return [
-        el(
-            "header",
-            el("div", f"{kind} · {status(files)}", class_="kind"),
-            el("h1", files.run.name),
-            headline(story.changes),
-        ),
-        el("div", [_card(c) for c in story.changes], class_="cards") if story.changes else None,
-        _facts(story),
-        el("ul", [el("li", text) for text in story.warnings], class_="warnings") if story.warnings else None,
+def bar_width(change: DomainChange, largest: float) -> str:
+    """Width of a bar that starts in the middle, in percent: the largest difference takes half."""
+    return "0" if math.isnan(change.delta) else f"{50 * min(1.0, abs(change.delta) / largest):.1f}"
+
+
+def key_facts(data: ReportData) -> list[tuple[str, str, str]]:
+    """(name, value, detail) of the numbers under the headline; unrecorded ones are left out."""
+    throughput = data.throughput
+    losses = get_series(data.files.train, "loss")[1]
+    tokens = get_series(data.files.train, "unmasked_tokens")[1]
+    states = [item.state for item in data.passport.items]
+    passed, failed, unknown = states.count("pass"), states.count("fail"), states.count("unknown")
+    not_passed = ", ".join(f"{n} {name}" for n, name in ((failed, "failed"), (unknown, "unknown")) if n)
+    facts = [
+        ("training loss", f"{losses[-1]:.3f}" if losses else NONE, f"from {losses[0]:.3f}" if losses else ""),
+        ("tokens trained", short(tokens[-1] if tokens else None), f"in {duration(throughput.elapsed_s)}"),
+        ("tokens per second", short(throughput.tokens_per_second), "median"),
+        ("step time, median", short(throughput.step_p50, " s"), f"p99 {short(throughput.step_p99, ' s')}"),
+        ("peak memory", short(throughput.memory_gib, " GiB"), memory_kind(data.files)),
+        ("passport", f"{passed} of {passed + failed + unknown}", not_passed or "all passed"),
     ]
+    return [fact for fact in facts if fact[1] != NONE or fact[0] == "training loss"]
 
 
-def headline(changes: list[Change]) -> Html:
-    """`prose +0.42 nats forgotten · code -1.31 nats learned`"""
-    if not changes:
-        return el("p", "No validation is recorded yet, so what was learned is not known.", class_="headline")
-    parts: list[object] = []
-    for c in changes:
-        colour = CLASSES.get(c.verdict, "plain")
-        value = el("b", f"{signed(c.delta)} nats {c.verdict}", class_=colour)
-        parts += [" · " if parts else None, f"{c.domain} ", value]
-    return el("p", parts, class_="headline")
+def memory_kind(files: RunFiles) -> str:
+    """What the recorded memory is: a GPU's, or on a CPU the process's."""
+    return "process on the CPU" if files.at("trainer.accelerator") == "cpu" else "reserved on the GPU"
 
 
-def _card(c: Change) -> Html:
-    pairs = [f"{c.base:.3f} \u2192 {c.now:.3f} nats a token"]
-    if None not in c.perplexity:
-        pairs.append(f"perplexity {short(c.perplexity[0])} \u2192 {short(c.perplexity[1])}")
-    colour = CLASSES.get(c.verdict, "plain")
-    return el(
-        "div",
-        el("div", c.domain, el("span", f" {c.role}", class_="role") if c.role else None, class_="name"),
-        el("div", signed(c.delta), " ", el("small", c.verdict), class_=f"big {colour}"),
-        [el("div", text, class_="more") for text in pairs],
-        class_="card",
-    )
-
-
-def _facts(story: Story) -> Html:
-    files, speed = story.files, story.speed
-    losses = series(files.train, "loss")[1]
-    tokens = series(files.train, "unmasked_tokens")[1]
-    states = [item.state for item in story.passport.items]
-    failed, unknown, held = states.count("fail"), states.count("unknown"), states.count("pass")
-    detail = ", ".join(f"{n} {name}" for n, name in ((failed, "failed"), (unknown, "unknown")) if n) or "all hold"
-    p50, p99 = speed.step_p50, speed.step_p99
-    facts: list[tuple[str, str, str | None]] = [
-        ("training loss", f"{losses[-1]:.3f}" if losses else "\u2014", f"from {losses[0]:.3f}" if losses else None),
-        ("tokens trained", short(tokens[-1] if tokens else None), f"in {duration(speed.elapsed)}"),
-        ("tokens a second", short(speed.tokens_per_second), "median"),
-        ("step time, median", short(p50, " s"), f"p99 {short(p99, ' s')}"),
-        ("peak memory", short(speed.memory, " GiB"), None),
-        ("passport", f"{held} of {held + failed + unknown}", detail),
-    ]
-    shown = [(n, v, d) for n, v, d in facts if v != "\u2014" or n == "training loss"]
-    return el(
-        "dl", [el("div", el("dt", n), el("dd", v, el("small", d) if d else None)) for n, v, d in shown], class_="facts"
-    )
-
-
-def domains(story: Story) -> Html:
-    """The centrepiece: the curve against the base, and the table under it."""
-    if not story.changes:
-        return Html("")
-    largest = max((abs(c.delta) for c in story.changes if math.isfinite(c.delta)), default=0.0) or 1.0
-    rows = [_domain_row(c, largest) for c in story.changes]
-    origin = {"base": "the base model", "untrained model": "the untrained model"}.get(
-        zero(story.files, story.changes), "the first validation"
-    )
-    then = "base" if origin == "the base model" else "start"
-    head = ["domain", "", "difference", "%", then, "now", f"perplexity, {then}", "now", f"bits a byte, {then}", "now"]
-    return section(
-        "What was learned, what was forgotten",
-        figure(story.svg.get("validation"), _validation_caption(story)),
-        table(head, rows, class_="split"),
-        about=f"Validation loss of each domain minus that of {origin}. Below zero the model predicts the domain better "
-        "than before, above zero it has lost some of what it knew.",
-    )
-
-
-def _validation_caption(story: Story) -> str:
-    if not story.against:
-        return "One point a validation; differences in nats a token."
-    names = labels([files for files, _ in runs(story)])
-    lines = [f"{DASH_NAMES[i % len(DASH_NAMES)]}: {name}" for i, name in enumerate(names.values())]
-    return f"One point a validation; {', '.join(lines)}."
-
-
-def _domain_row(c: Change, largest: float) -> list[object]:
-    colour = CLASSES.get(c.verdict, "plain")
-    percent = signed(100 * c.delta / c.base, 1) + "%" if c.base else "\u2014"
-    return [
-        c.domain,
-        el("td", _bar(c.delta / largest)),
-        el("td", signed(c.delta, 3), class_=f"strong {colour}"),
-        percent,
-        f"{c.base:.3f}",
-        f"{c.now:.3f}",
-        *(short(v) for v in c.perplexity),
-        *("\u2014" if v is None else f"{v:.3f}" for v in c.bits_per_byte),
-    ]
-
-
-def _bar(share: float) -> Html:
-    """A bar from the middle: left learned, right forgotten."""
-    width = 0.0 if math.isnan(share) else min(1.0, abs(share)) * 50
-    return el("div", el("i", class_="l" if share < 0 else "f", style=f"width:{width:.1f}%"), class_="bar")
-
-
-def runs(story: Story) -> list[tuple[RunFiles, list[Change]]]:
-    """The run and those it is compared with."""
-    return [(story.files, story.changes), *story.against]
-
-
-def labels(several: list[RunFiles]) -> dict[str, str]:
-    """By the share of replay where that tells the runs apart, else by name (path -> label)."""
-    shares = [replay_share(files) for files in several]
-    if None not in shares and len({f"{s:.0%}" for s in shares}) == len(several):
-        return {f.run.path.as_posix(): f"{s:.0%} replay" for f, s in zip(several, shares, strict=True)}
-    names = [files.run.name for files in several]
-    return {f.run.path.as_posix(): f.run.name if names.count(f.run.name) == 1 else str(f.run.path) for f in several}
-
-
-def comparison(story: Story) -> Html:
-    """One row a run, one column a domain."""
-    if not story.against:
-        return Html("")
-    names = list(dict.fromkeys(c.domain for _, changes in runs(story) for c in changes))
-    rows = [_compared(files, {c.domain: c for c in changes}, names) for files, changes in runs(story)]
-    return section(
-        "Compared runs",
-        table(["run", "replay", "step", *names], rows),
-        about="Difference from each run's own base at its newest validation, in nats a token.",
-    )
-
-
-def _compared(files: RunFiles, changes: dict[str, Change], names: list[str]) -> list[object]:
-    share, cells = replay_share(files), []
-    for name in names:
-        c = changes.get(name)
-        colour = CLASSES.get(c.verdict, "plain") if c else "plain"
-        cells.append(el("td", signed(c.delta, 3) if c else "\u2014", class_=f"strong {colour}"))
-    step = max((c.step for c in changes.values()), default=None)
-    return [
-        files.run.name,
-        "\u2014" if share is None else f"{share:.0%}",
-        "\u2014" if step is None else f"{step:,}",
-        *cells,
-    ]
-
-
-def consumption(story: Story) -> Html:
-    """Replay plan against what was read."""
-    if not story.blend:
-        return Html("")
-
-    def share(value: float | None) -> str:
-        return "\u2014" if value is None else f"{value:.1%}"
-
-    def epochs(value: float | None) -> str:
-        return "\u2014" if value is None else f"{value:.2f}"
-
-    rows = [
-        [r.domain, r.role or "\u2014", short(r.planned), short(r.consumed), share(r.planned_share),
-         share(r.consumed_share), epochs(r.planned_epochs), epochs(r.consumed_epochs)]
-        for r in story.blend
-    ]  # fmt: skip
-    head = ["domain", "role", "tokens planned", "read", "share planned", "read", "epochs planned", "read"]
-    total, wanted = finite(story.files.records["blend.json"].get("total_tokens")), replay_share(story.files)
-    parts = [f"Planned: {share(wanted)} replay" if wanted is not None else "", f"{short(total)} tokens in all"]
-    counted = any(r.consumed is not None for r in replay(story.files))
-    return section(
-        "Replay: plan and consumption",
-        figure(story.svg.get("replay"), "Share of all tokens."),
-        table(head, rows),
-        about=", ".join(p for p in parts if p) + ("." if counted else "; consumption was not counted in this run."),
-    )
+def label_runs(runs: list[RunFiles]) -> dict[str, str]:
+    """A label for each run (path -> label): its share of replay if all differ in it, else its name."""
+    shares = [planned_replay_share(files) for files in runs]
+    if None not in shares and len({f"{s:.0%}" for s in shares}) == len(runs):
+        return {f.run.path.as_posix(): f"{s:.0%} replay" for f, s in zip(runs, shares, strict=True)}
+    names = [files.run.name for files in runs]
+    return {f.run.path.as_posix(): f.run.name if names.count(f.run.name) == 1 else str(f.run.path) for f in runs}

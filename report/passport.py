@@ -1,4 +1,4 @@
-"""The passport of a run: does what was trained prove to be what the recipe says? Reads the run directory only."""
+"""The passport of a run: is what was trained what the recipe says? Reads the run directory only."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from common.rundir import RUNS, RunDir
+from common.rundir import RUNS, find_run
 from recipes.plan import Shape
-from report.passport_data import hash_differences
-from report.read import RunFiles, at, finite, open_run, read
+from recipes.qwen25 import QWEN25_500M
+from report.corpus_hashes import check_corpora
+from report.read import RunFiles, at, finite, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 State = Literal["pass", "fail", "unknown", "not applicable"]
 STYLES: dict[State, str] = {"pass": "green", "fail": "bold red", "unknown": "yellow", "not applicable": "dim"}
 
-# (layers, hidden, heads) -> name, trainable parameters as transformers counts them, embeddings tied
-RELEASED = {(24, 896, 14): ("Qwen2.5-0.5B", 494_032_768, True)}
+RELEASED = {"Qwen2.5-0.5B": QWEN25_500M}  # a run of these layers, hidden size and heads is compared with it
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 
 # a file may state a tighter bound than these, never a wider one
@@ -30,7 +30,7 @@ EXPORT_BOUNDS = {"float32": 1e-4}
 
 @dataclass(frozen=True)
 class Item:
-    """One thing that was checked, with what would have been right and what is there."""
+    """One check, with what was expected and what was found."""
 
     name: str
     state: State
@@ -47,7 +47,7 @@ class Passport:
     items: tuple[Item, ...]
 
     def ok(self, strict: bool = False) -> bool:
-        """No item failed; under `strict` none is unknown either (edited code, missing files, unchecked export)."""
+        """No item failed; with `strict` none is unknown either (edited code, missing files, unchecked export)."""
         return not any(i.state == "fail" or (strict and i.state == "unknown") for i in self.items)
 
     def exit_code(self, strict: bool = False) -> int:
@@ -67,7 +67,7 @@ class Passport:
         return part.replace(self.path)
 
     def table(self) -> Table:
-        """For the terminal: one coloured row an item."""
+        """A table for the terminal, one coloured row per item."""
         from rich.table import Table
         from rich.text import Text
 
@@ -78,149 +78,160 @@ class Passport:
         return table
 
 
-def passport(run: RunDir | str, *, quick: bool = False, root: Path = RUNS) -> Passport:
+def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) -> Passport:
     """Check a run against its own records.
 
     Args:
-        run: its directory, or its name under `root`.
-        quick: leave the corpora's .bin/.idx unread (their item is then unknown at best).
+        run: NAME or runs/NAME.
+        quick: do not read the corpora's .bin and .idx (their item is then unknown at best).
         root: folder of runs.
 
     Raises:
         UserError: there is no such run.
     """
-    return of_files(read(open_run(run, root)), quick=quick)
+    return check_files(read_run(find_run(run, root)), quick=quick)
 
 
-def of_files(files: RunFiles, *, quick: bool = False) -> Passport:
-    """The passport of a run that is read already."""
+def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
+    """The passport of a run whose files have been read."""
     items = (*_model(files), _tokenizer(files), *_loss_mask(files), _step0(files), _data(files, quick))
     return Passport(files.run.name, files.run.path / "passport.json", (*items, _version(files.version), _export(files)))
 
 
-def _item(name: str, holds: bool, expected: str, found: str) -> Item:
-    return Item(name, "pass" if holds else "fail", expected, found)
+def _item(name: str, passed: bool, expected: str, found: str) -> Item:
+    return Item(name, "pass" if passed else "fail", expected, found)
 
 
-def _count(value: Any) -> str:
+def _format_count(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else repr(value)
 
 
 def _model(files: RunFiles) -> Iterator[Item]:
-    """Architecture and tied embeddings: the configuration's against what the training process counted."""
+    """Architecture and tied embeddings: the configuration beside what the training process counted."""
     gates = files.records.get("gates.json", {})
     config = {key: files.at(f"model.config.{key}") for key in SHAPE}
     tied = files.at("model.config.share_embeddings_and_output_weights")
     if not all(isinstance(v, int) and v > 0 for v in config.values()) or not isinstance(tied, bool):
-        yield Item("architecture", "unknown", "a whole model.config in config.yaml", "some of its numbers are missing")
+        yield Item("architecture", "unknown", "a complete model.config in config.yaml", "numbers are missing")
         yield Item("tied embeddings", "unknown", "model.config in config.yaml", "not recorded")
         return
-    key = (config["num_layers"], config["hidden_size"], config["num_attention_heads"])
-    name, count, tied_released = RELEASED.get(key, ("", Shape(**config, tied=tied).num_parameters, tied))
-    expected, trained = f"{count:,} parameters" + (f" ({name})" if name else ""), gates.get("parameters")
+    name, shape = _expected_shape(Shape(**config, tied=tied))
+    expected, trained = f"{shape.num_parameters:,} parameters" + name, gates.get("parameters")
     other = [f"{k} {v} instead of {config[k]}" for k, v in _seen(gates).items() if k in config and v != config[k]]
     if trained is None:
-        yield Item("architecture", "unknown", expected, "gates.json does not say")
+        yield Item("architecture", "unknown", expected, "not recorded in gates.json")
     else:
-        holds = trained == count and not other
-        yield _item("architecture", holds, expected, ", ".join([f"{_count(trained)} parameters", *other]))
-    wanted = "tied" if tied_released else "untied"
+        matches = trained == shape.num_parameters and not other
+        yield _item("architecture", matches, expected, ", ".join([f"{_format_count(trained)} parameters", *other]))
+    wanted = "tied" if shape.tied else "untied"
     if not isinstance(gates.get("tied"), bool):
-        yield Item("tied embeddings", "unknown", wanted, "gates.json does not say")
+        yield Item("tied embeddings", "unknown", wanted, "not recorded in gates.json")
     else:
         found = "tied" if gates["tied"] else "untied"
-        yield _item("tied embeddings", gates["tied"] == tied == tied_released, wanted, found)
+        yield _item("tied embeddings", gates["tied"] == tied == shape.tied, wanted, found)
+
+
+def _expected_shape(shape: Shape) -> tuple[str, Shape]:
+    """The released model with this many layers, hidden size and heads, and its name; else the configuration's shape."""
+    for name, released in RELEASED.items():
+        keys = ("num_layers", "hidden_size", "num_attention_heads")
+        if all(getattr(shape, key) == getattr(released, key) for key in keys):
+            return f" ({name})", released
+    return "", shape
 
 
 def _seen(gates: dict[str, Any]) -> dict[str, Any]:
-    """The shape as the training process wrote it down."""
+    """The shape as the training process recorded it."""
     model = gates.get("model")
     vocab = {"vocab_size": gates["vocab_size"]} if "vocab_size" in gates else {}
     return {**(model if isinstance(model, dict) else {}), **vocab}
 
 
 def _tokenizer(files: RunFiles) -> Item:
-    """Model, gates and every corpus have one tokenizer."""
+    """The model and every corpus have the same tokenizer."""
     gates = files.records.get("gates.json", {})
     name, model = "tokenizer", gates.get("tokenizer_fingerprint")
     corpora, recorded = gates.get("manifest_fingerprints"), files.records.get("data.json", {})
     checks = list(corpora.items()) if isinstance(corpora, dict) else []
     checks += [(folder, at(manifest, "tokenizer.fingerprint")) for folder, manifest in recorded.items()]
     if not isinstance(model, str) or not checks:
-        return Item(name, "unknown", "one fingerprint in model and corpora", "not recorded (gates.json, data.json)")
+        return Item(name, "unknown", "the same fingerprint in model and corpora", "not recorded")
     wrong = sorted({f"{folder}: {str(fp)[:16]}" for folder, fp in checks if fp != model})
     folders = len({folder for folder, _ in checks})
     return _item(
         name,
         not wrong,
         f"fingerprint {model[:16]} in every corpus",
-        "; ".join(wrong) or f"the same in {folders} corpus folder(s)",
+        "; ".join(wrong) or f"the same in {folders} corpus folder{'s' if folders > 1 else ''}",
     )
 
 
 def _loss_mask(files: RunFiles) -> Iterator[Item]:
-    """End-of-document predictions carry loss unless the configuration masks them; all other tokens always do."""
+    """The prediction of end of document is in the loss unless the configuration masks it; all others always are."""
     gates = files.records.get("gates.json", {})
     masked = bool(files.at("data.eod_mask_loss", False))
     in_loss, share = gates.get("eod_in_loss"), finite(gates.get("loss_mask_share"))
-    wanted = "masked, as data.eod_mask_loss asks" if masked else f"token {gates.get('eod', '?')} is learned"
+    wanted = "masked, as data.eod_mask_loss asks" if masked else f"token {gates.get('eod', '?')} is in the loss"
     if in_loss is None:
-        yield Item("end of document", "unknown", wanted, "gates.json does not say")
+        yield Item("end of document", "unknown", wanted, "not recorded in gates.json")
     else:
         found = "in the loss" if in_loss else "not in the loss"
         yield _item("end of document", in_loss is (not masked), wanted, found)
-    wanted = "above 50%, all but end of document" if masked else "100% of tokens carry loss"
+    wanted = "over 50%: all tokens but end of document" if masked else "100% of tokens are in the loss"
     if "loss_mask_share" not in gates:
-        yield Item("loss mask", "unknown", wanted, "gates.json does not say")
+        yield Item("loss mask", "unknown", wanted, "not recorded in gates.json")
     else:
-        holds = share is not None and (0.5 < share <= 1.0 if masked else share == 1.0)
-        yield _item("loss mask", holds, wanted, f"{gates['loss_mask_share']:.4%}" if share is not None else "no number")
+        matches = share is not None and (0.5 < share <= 1.0 if masked else share == 1.0)
+        yield _item(
+            "loss mask", matches, wanted, f"{gates['loss_mask_share']:.4%}" if share is not None else "no number"
+        )
 
 
 def _step0(files: RunFiles) -> Item:
     name, record = "step-0 loss", files.records.get("step0.json")
     if not files.continued:
-        return Item(name, "not applicable", "equal to Hugging Face's", "this run started from scratch (no base.json)")
+        return Item(name, "not applicable", "equal to Hugging Face's", "this run started from scratch")
     if record is None:
-        return Item(name, "unknown", "equal to Hugging Face's", "step0.json is not there")
+        return Item(name, "unknown", "equal to Hugging Face's", "step0.json does not exist")
     ours, theirs = finite(record.get("megatron_loss")), finite(record.get("hf_loss"))
     dtype = str(record.get("dtype"))
     bound = _bound(record, STEP0_BOUNDS)
     expected = f"within {bound:g} of Hugging Face on the same tokens ({dtype})"
     if ours is None or theirs is None:
         return Item(name, "fail", expected, "no finite losses in step0.json")
-    found = f"{ours:.6f} against {theirs:.6f}, {abs(ours - theirs):.1e} apart on {_count(record.get('tokens'))} tokens"
+    tokens = _format_count(record.get("tokens"))
+    found = f"{ours:.6f} beside {theirs:.6f}, a difference of {abs(ours - theirs):.1e}, on {tokens} tokens"
     return _item(name, abs(ours - theirs) <= bound, expected, found)
 
 
 def _bound(record: dict[str, Any], limits: dict[str, float]) -> float:
-    """The record's own bound, but never a wider one than its dtype allows."""
+    """The bound in the record, but never a wider one than its dtype allows."""
     stated, limit = finite(record.get("bound")), limits.get(str(record.get("dtype")))
     return min((value for value in (stated, limit) if value is not None), default=0.0)
 
 
 def _data(files: RunFiles, quick: bool) -> Item:
-    name, expected = "data", "the .bin and .idx that the manifests describe"
+    name, expected = "data", "the .bin and .idx files of the recorded manifests"
     manifests = files.records.get("data.json")
     if not manifests:
-        return Item(name, "unknown", expected, "data.json is not there")
-    checked = hash_differences(manifests, files.run.path.parent.parent, quick)
+        return Item(name, "unknown", expected, "data.json does not exist")
+    checked = check_corpora(manifests, files.run.path.parent.parent, quick)
     if checked.differences:
         return Item(name, "fail", expected, "; ".join(checked.differences))
-    if checked.gone:
-        return Item(name, "unknown", expected, "gone: " + ", ".join(checked.gone))
+    if checked.missing:
+        return Item(name, "unknown", expected, "missing: " + ", ".join(checked.missing))
     if quick:
-        return Item(name, "unknown", expected, "files not read (quick); `launch.py passport` reads them")
-    return Item(name, "pass", expected, f"SHA-256 of {checked.files} files holds")
+        return Item(name, "unknown", expected, "not read; `launch.py passport` reads them")
+    return Item(name, "pass", expected, f"SHA-256 of {checked.files} files unchanged")
 
 
 def _version(version: str) -> Item:
-    """Edited code is not known code: unknown, which --strict does not accept."""
-    expected, commit = "a git commit without changes", version.removesuffix("+changes")
+    """Uncommitted changes make the version unknown, which --strict does not accept."""
+    expected, commit = "a git commit without local changes", version.removesuffix("+changes")
     if not version or version == "unknown":
-        return Item("code version", "unknown", expected, "not recorded" if not version else "outside git")
+        return Item("code version", "unknown", expected, "not recorded" if not version else "not in a git repository")
     if version != commit:
-        return Item("code version", "unknown", expected, f"{commit[:12]} with changes that were not committed")
+        return Item("code version", "unknown", expected, f"{commit[:12]} with uncommitted changes")
     return Item("code version", "pass", expected, commit[:12])
 
 
@@ -230,13 +241,13 @@ def _export(files: RunFiles) -> Item:
     if record is None:
         if not files.continued:
             return Item(name, "not applicable", expected, "this run started from scratch and was not exported")
-        return Item(name, "unknown", expected, "not exported yet (export.json is not there)")
+        return Item(name, "unknown", expected, "not exported yet")
     logits, parameters = finite(record.get("max_abs_logits")), finite(record.get("max_abs_parameters"))
     bound = _bound(record, EXPORT_BOUNDS)
     expected = f"the same logits within {bound:g} ({record.get('dtype')})"
     if logits is None:
         return Item(name, "fail", expected, "no finite max_abs_logits in export.json")
-    holds = record.get("ok") is True and logits <= bound
+    matches = record.get("ok") is True and logits <= bound
     apart = f", parameters {parameters:.2g}" if parameters is not None else ""
     checkpoint = Path(str(record.get("checkpoint", "?"))).name
-    return _item(name, holds, expected, f"{checkpoint}: logits {logits:.2g} apart{apart}")
+    return _item(name, matches, expected, f"{checkpoint}: logits differ by {logits:.2g}{apart}")

@@ -1,27 +1,25 @@
-"""Reading a run directory that may be running, crashed or half-written: what is there, and a note for what is not."""
+"""Read a run directory, complete or not: a run may be training, crashed or missing files, which become notes."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError
-from common.rundir import RUNS, RunDir
+from common.rundir import RunDir
 
 Row = dict[str, Any]
 
-# file -> what it would have said; absent ones are named in the report
+# file -> what it holds; the report names those that are missing
 RECORDS = {
-    "gates.json": "the model and data that really trained",
+    "gates.json": "the model and data as the training process saw them",
     "data.json": "the manifests of the corpora",
     "blend.json": "domains and replay share",
     "base.json": "the weights it started from",
-    "step0.json": "the loss beside Hugging Face at step 0",
-    "export.json": "parity of the exported weights",
+    "step0.json": "the comparison with Hugging Face's loss at step 0",
+    "export.json": "the comparison of the exported model with its checkpoint",
 }
 FOR_CONTINUED = ("blend.json", "base.json", "step0.json", "export.json")  # a run from scratch has none of these
 
@@ -36,10 +34,10 @@ class RunFiles:
         env: rows of env.json.
         command: command.txt.
         version: version.txt.
-        train: training rows by ascending step; of a repeated step the later row.
-        validation: validation rows by ascending step, the same way.
-        records: parsed JSON of `RECORDS`, by file name; a file that is absent or broken has no entry.
-        notes: what is missing or unreadable, one sentence each.
+        train: training rows by ascending step; where a step was trained twice, the later row.
+        validation: validation rows by ascending step, likewise.
+        records: parsed JSON of `RECORDS`, by file name; a missing or broken file has no entry.
+        notes: what is missing or unreadable, one phrase for each.
     """
 
     run: RunDir
@@ -64,10 +62,10 @@ class RunFiles:
 
 def at(tree: Any, path: str, default: Any = None) -> Any:
     """The value at `a.b.c` of nested dicts, or `default`."""
-    for step in path.split("."):
-        if not isinstance(tree, dict) or step not in tree:
+    for key in path.split("."):
+        if not isinstance(tree, dict) or key not in tree:
             return default
-        tree = tree[step]
+        tree = tree[key]
     return tree
 
 
@@ -82,100 +80,78 @@ def finite(value: Any) -> float | None:
     return found if found is not None and math.isfinite(found) else None
 
 
-def open_run(run: RunDir | str, root: Path = RUNS) -> RunDir:
-    """The run directory called `run` (a name, or its path).
-
-    Raises:
-        UserError: there is none; the nearest names are offered.
-    """
-    if isinstance(run, str):
-        path = Path(run)
-        run = RunDir(path.name, path.parent if len(path.parts) > 1 else root)
-    if run.name and run.path.is_dir():
-        return run
-    root = run.path.parent
-    names = sorted(p.name for p in root.glob("*") if p.is_dir())
-    near = difflib.get_close_matches(run.name, names, n=3, cutoff=0.4)
-    raise UserError(
-        f"no run {run.name!r}",
-        expected=f"a folder under {root}" + (f": {', '.join(names[:8])}" if names else ""),
-        found=f"{run.path} does not exist" if names else f"no runs at all under {root}",
-        do=f"did you mean {' or '.join(near)}?" if near else "train first: python launch.py --recipe qwen25_tiny",
-    )
-
-
-def read(run: RunDir) -> RunFiles:
-    """Parse whatever `run` holds; nothing in it makes this fail."""
+def read_run(run: RunDir) -> RunFiles:
+    """Parse everything that `run` holds; a missing or broken file never raises."""
     files = RunFiles(run)
-    files.command = _text(run.command, files.notes, "the command")
-    files.version = _text(run.version, files.notes, "the code version")
-    files.config = _yaml(run.config, files.notes)
-    env = _json(run.env, files.notes, "who set which environment variable")
+    files.command = _read_text(run.command, files.notes, "the command")
+    files.version = _read_text(run.version, files.notes, "the code version")
+    files.config = _read_yaml(run.config, files.notes)
+    env = _read_json(run.env, files.notes, "who set which environment variable")
     files.env = [row for row in env if isinstance(row, dict)] if isinstance(env, list) else []
-    _metrics(files)
+    _read_metrics(files)
     for name, about in RECORDS.items():
         path = run.path / name
         if name in FOR_CONTINUED and not path.exists():
-            continue  # the passport and the sections say so where it matters
-        value = _json(path, files.notes, about)
+            continue  # the passport reports it where it matters
+        value = _read_json(path, files.notes, about)
         if isinstance(value, dict):
             files.records[name] = value
         elif value is not None:
-            files.notes.append(f"{name} holds a {type(value).__name__}, not an object: ignored")
+            files.notes.append(f"{name} holds a {type(value).__name__} instead of an object and is ignored")
     return files
 
 
-def _text(path: Path, notes: list[str], about: str) -> str:
+def _read_text(path: Path, notes: list[str], about: str) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        notes.append(f"{path.name} is not there: {about} is unknown")
+        notes.append(f"{path.name} does not exist: {about} cannot be shown")
         return ""
 
 
-def _json(path: Path, notes: list[str], about: str) -> Any:
-    if not (text := _text(path, notes, about)):
+def _read_json(path: Path, notes: list[str], about: str) -> Any:
+    if not (text := _read_text(path, notes, about)):
         return None
     try:
         return json.loads(text)
     except ValueError:
-        notes.append(f"{path.name} is not whole JSON: {about} is unknown")
+        notes.append(f"{path.name} is not valid JSON: {about} cannot be shown")
         return None
 
 
-def _yaml(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
     import yaml
 
-    text = _text(path, notes, "the resolved configuration")
+    text = _read_text(path, notes, "the resolved configuration")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
-        notes.append(f"{path.name} is not whole YAML: the resolved configuration is unknown")
+        notes.append(f"{path.name} is not valid YAML: the resolved configuration cannot be shown")
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _metrics(files: RunFiles) -> None:
-    """Sort metrics.jsonl into training and validation rows; a resumed run replaces what it repeats."""
-    lines = _text(files.run.metrics, files.notes, "how the training went").split("\n")
+def _read_metrics(files: RunFiles) -> None:
+    """Sort metrics.jsonl into training and validation rows; a resumed run replaces the steps that it repeats."""
+    lines = _read_text(files.run.metrics, files.notes, "the course of the training").split("\n")
     train: dict[int, Row] = {}
     validation: dict[int, Row] = {}
     for position, line in enumerate(lines, start=1):
-        row = _row(line)
+        row = _parse_row(line)
         if row is None:
             if line.strip():
-                cut = "is cut off (being written, or killed there)" if position == len(lines) else "is no JSON row"
-                files.notes.append(f"metrics.jsonl: line {position} {cut}: ignored")
+                problem = "is cut off" if position == len(lines) else "is not a JSON row"
+                files.notes.append(f"metrics.jsonl: line {position} {problem} and is ignored")
         elif "val_loss" in row or "validation" in row:
             validation[row["step"]] = {**validation.get(row["step"], {}), **row}
         elif "loss" in row:
-            _append(row, train, validation)
+            _add_training_row(row, train, validation)
     files.train = [train[step] for step in sorted(train)]
     files.validation = [validation[step] for step in sorted(validation)]
 
 
-def _append(row: Row, train: dict[int, Row], validation: dict[int, Row]) -> None:
-    """Going back to an earlier step means a resume: what the abandoned attempt did after it no longer counts."""
+def _add_training_row(row: Row, train: dict[int, Row], validation: dict[int, Row]) -> None:
+    """Add a row; an earlier step than before means a resume, so the later rows of the abandoned attempt are removed."""
     step = row["step"]
     if train and step <= next(reversed(train)):
         for later in [s for s in train if s >= step]:
@@ -185,7 +161,7 @@ def _append(row: Row, train: dict[int, Row], validation: dict[int, Row]) -> None
     train[step] = row
 
 
-def _row(line: str) -> Row | None:
+def _parse_row(line: str) -> Row | None:
     try:
         row = json.loads(line)
     except ValueError:

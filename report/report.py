@@ -1,34 +1,34 @@
-"""`report RUN`: one self-contained HTML page and PNGs, from what the run directory holds, whole or not."""
+"""Write the report of a run: one self-contained HTML page and PNGs, from the files of its run directory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from common.rundir import RUNS, RunDir
-from report import details
-from report import page as parts
-from report import passport as passports
-from report.facts import Change, changes, replay, speed
-from report.figures import FIGURES, Compared, draw
-from report.html import el, page
-from report.passport_data import data_bytes
-from report.read import RunFiles, open_run, read
-from report.style import CSS
-from report.theme import style, to_png, to_svg
-from report.warnings import warnings
+from common.rundir import RUNS, find_run
+from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens
+from report.corpus_hashes import count_data_bytes
+from report.figures import FIGURES, LabelledChanges, draw_figures
+from report.page import ReportData, label_runs, render
+from report.passport import check_files
+from report.read import RunFiles, read_run
+from report.theme import figure_style, to_png, to_svg
+from report.warnings import find_warnings
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAGE, PICTURES = "report.html", "report"
-HASHED = 2 * 2**30  # bytes of corpora that a report reads for the passport; above this the passport command does
+MOST_HASHED = 2 * 2**30  # bytes of corpora that a report reads for the passport; above this `launch.py passport` does
 
 
-def report(run: RunDir | str, against: Sequence[RunDir | str] = (), *, root: Path = RUNS) -> Path:
-    """Write runs/NAME/report.html and runs/NAME/report/*.png.
+def write_report(run: str | Path, against: Sequence[str | Path] = (), *, root: Path = RUNS) -> Path:
+    """Write runs/NAME/report.html and runs/NAME/report/*.png. A run may be unfinished or miss files.
 
     Args:
-        run: the run's directory, or its name under `root`.
-        against: runs whose per-domain validation is drawn over this one's.
+        run: NAME or runs/NAME.
+        against: runs whose validation is drawn beside this one's.
         root: folder of runs.
 
     Returns:
@@ -37,46 +37,44 @@ def report(run: RunDir | str, against: Sequence[RunDir | str] = (), *, root: Pat
     Raises:
         UserError: one of the runs does not exist.
     """
-    folders = [open_run(one, root) for one in (run, *against)]
-    files, *others = [read(folder) for folder in folders]
-    compared = [(other, changes(other)) for other in others]
+    files, *others = [read_run(find_run(name, root)) for name in (run, *against)]
+    page = render(_collect(files, [(other, compute_changes(other)) for other in others]))
     target = files.run.path / PAGE
     part = target.with_suffix(".html.tmp")
-    part.write_text(_page(files, compared), encoding="utf-8", errors="replace")
+    part.write_text(page, encoding="utf-8", errors="replace")
     return part.replace(target)
 
 
-def _page(files: RunFiles, against: list[tuple[RunFiles, list[Change]]]) -> str:
-    own, blend = changes(files), replay(files)
-    manifests = files.records.get("data.json", {})
-    quick = data_bytes(manifests, files.run.path.parent.parent) > HASHED
-    names = parts.labels([files, *(other for other, _ in against)])
-    compared = [(names[f.run.path.as_posix()], c) for f, c in [(files, own), *against]]
-    story = parts.Story(
+def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]]) -> ReportData:
+    changes, tokens = compute_changes(files), compute_tokens(files)
+    quick = count_data_bytes(files.records.get("data.json", {}), files.run.path.parent.parent) > MOST_HASHED
+    runs = [(files, changes), *others]
+    labels = label_runs([run_files for run_files, _ in runs])
+    return ReportData(
         files=files,
-        changes=own,
-        blend=blend,
-        speed=speed(files),
-        warnings=warnings(files, own, blend),
-        passport=passports.of_files(files, quick=quick),
-        svg=_figures(files, compared),
-        against=against,
+        changes=changes,
+        tokens=tokens,
+        throughput=compute_throughput(files),
+        warnings=find_warnings(files, changes, tokens),
+        passport=check_files(files, quick=quick),
+        figures=_draw(files, [(labels[f.run.path.as_posix()], c) for f, c in runs]),
+        others=others,
     )
-    made = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    sections = (parts.domains, parts.comparison, parts.consumption, details.curves, details.performance,
-                details.passport, details.numbers, details.environment, details.origin)  # fmt: skip
-    foot = el("footer", f"Made {made} from the files of the run; no recipe was read.")
-    return page(f"{files.run.name} · report", CSS, parts.top(story), [make(story) for make in sections], foot)
 
 
-def _figures(files: RunFiles, compared: Compared) -> dict[str, str]:
-    """Draw, save the PNGs (those of an earlier report go), and return the SVGs by name."""
+def _draw(files: RunFiles, runs: LabelledChanges) -> dict[str, list[str]]:
+    """Draw the figures, replace the PNGs of an earlier report, and return the SVGs by name."""
     folder = files.run.path / PICTURES
     folder.mkdir(exist_ok=True)
-    with style():
-        drawn = draw(files, compared, replay(files))
-        for name in FIGURES:
-            (folder / f"{name}.png").unlink(missing_ok=True)
-        for name, figure in drawn.items():
-            to_png(figure, folder / f"{name}.png")
-        return {name: to_svg(figure, name) for name, figure in drawn.items()}
+    for name in FIGURES:
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    with figure_style():
+        figures = draw_figures(files, runs, compute_tokens(files))
+        for name, versions in figures.items():
+            to_png(versions[0], folder / f"{name}.png")
+        return {name: _to_svgs(name, versions) for name, versions in figures.items()}
+
+
+def _to_svgs(name: str, versions: list[Figure]) -> list[str]:
+    screens = ("wide", "narrow") if len(versions) == 2 else ("",)
+    return [to_svg(figure, name, screen) for figure, screen in zip(versions, screens, strict=True)]

@@ -1,4 +1,4 @@
-"""How the figures look, and how a matplotlib figure becomes SVG that lives inside the page and follows its colours."""
+"""The style of the figures, and their conversion to SVG inside the page (in its colours) and to PNG."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# the page replaces these three by its own colours, so that figures are readable on light and on dark
+# the page replaces these three by its own colours, so that figures are readable in light and in dark mode
 INK, MUTED, RULE = "#1c2128", "#6b7381", "#dfe3e9"
 VARIABLES = {INK: "var(--ink)", MUTED: "var(--muted)", RULE: "var(--rule)"}
 LEARNED, FORGOTTEN = "#2a9d6f", "#d1495b"
@@ -51,8 +51,8 @@ STYLE: Any = {
 
 
 @contextlib.contextmanager
-def style() -> Iterator[None]:
-    """The house style for everything drawn and saved inside."""
+def figure_style() -> Iterator[None]:
+    """The style of everything drawn and saved inside the block."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
@@ -61,7 +61,7 @@ def style() -> Iterator[None]:
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty figure of that size in inches, apart from pyplot's global state."""
+    """An empty figure of that size in inches, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -69,7 +69,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def tick(value: float) -> str:
-    """1,000 and 0.5 as they are, 3e-4 for the very small."""
+    """1,000 and 0.5 as they are, 3e-4 for very small values."""
     if value and abs(value) < 0.005:
         mantissa, exponent = f"{value:.1e}".split("e")
         return f"{mantissa.removesuffix('.0')}e{int(exponent)}".replace("-", "\u2212")
@@ -89,8 +89,8 @@ def thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def thin(steps: list[int], values: list[float], most: int = 1200) -> tuple[list[int], list[float]]:
-    """At most about `most` points: the lowest and the highest of each stretch, so that no spike disappears."""
+def thin_out(steps: list[int], values: list[float], most: int = 1200) -> tuple[list[int], list[float]]:
+    """About `most` points at most: the lowest and the highest of each stretch, so that no spike disappears."""
     if len(values) <= most:
         return steps, values
     width = 2 * len(values) / most
@@ -104,7 +104,12 @@ def thin(steps: list[int], values: list[float], most: int = 1200) -> tuple[list[
 
 
 def label_ends(axes: Axes, ends: list[tuple[float, str, str]], gap: float = 0.06) -> None:
-    """Write (y, text, colour) to the right of the axes at their heights, pushed apart where they would overlap."""
+    """Write labels to the right of the axes at the height of their curves' ends, moved apart where they would overlap.
+
+    Args:
+        ends: (y, text, colour) of each label.
+        gap: least distance between two labels, as a share of the axes' height.
+    """
     low, high = axes.get_ylim()
     placed = sorted(((y - low) / (high - low), text, colour) for y, text, colour in ends)
     heights: list[float] = []
@@ -116,8 +121,13 @@ def label_ends(axes: Axes, ends: list[tuple[float, str, str]], gap: float = 0.06
         axes.text(1.012, at, text, color=colour, transform=axes.transAxes, va="center", fontweight="bold")
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """Markup for inside an HTML page: no prologue, no namespaces, ids that are unique on the page, page colours."""
+def to_svg(figure: Figure, name: str, class_: str = "") -> str:
+    """SVG for inside an HTML page: no prologue, no namespaces, ids that are unique on the page, the page's colours.
+
+    Args:
+        name: what the figure shows; with `class_` unique on the page.
+        class_: CSS class, such as "wide".
+    """
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = stream.getvalue()
@@ -125,13 +135,14 @@ def to_svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     head, body = text.split(">", 1)
     view = re.search(r'viewBox="[^"]*"', head)
-    body = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', body)
-    body = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", body)
-    body = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{name}-\1"', body)
+    prefix = f"{name}-{class_}" if class_ else name
+    body = re.sub(r' id="([^"]+)"', rf' id="{prefix}-\1"', body)
+    body = re.sub(r"url\(#([^)]+)\)", rf"url(#{prefix}-\1)", body)
+    body = re.sub(r'xlink:href="#([^"]+)"', rf'href="#{prefix}-\1"', body)
     body = re.sub(r"<!--.*?-->\s*", "", body, flags=re.DOTALL)
     for colour, variable in VARIABLES.items():
         body = body.replace(colour, variable)
-    return f'<svg {view.group(0) if view else ""} role="img" aria-label="{name}">{body}'
+    return f'<svg class="{class_}" {view.group(0) if view else ""} role="img" aria-label="{name}">{body}'
 
 
 def to_png(figure: Figure, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The passport: whole runs pass, and each item turns red when its file is tampered with."""
+"""The passport: complete runs pass, and each item fails when its file is tampered with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from common.errors import UserError
 from common.rundir import RunDir
-from report.passport import Passport, passport
-from report.report import report
+from report.passport import Passport, make_passport
+from report.report import write_report
 from tests.report.test_report import Text, write_run
 
 
 def _states(run: RunDir, **kwargs: Any) -> dict[str, str]:
-    return {item.name: item.state for item in passport(run, **kwargs).items}
+    return {item.name: item.state for item in make_passport(run.path, **kwargs).items}
 
 
 def _edit(run: RunDir, file: str, **changes: Any) -> None:
@@ -26,8 +26,8 @@ def _edit(run: RunDir, file: str, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_whole_run_passes(tmp_path: Path) -> None:
-    result = passport(write_run(tmp_path).name, root=tmp_path / "runs")
+def test_a_complete_run_passes(tmp_path: Path) -> None:
+    result = make_passport(write_run(tmp_path).name, root=tmp_path / "runs")
     assert {item.state for item in result.items} == {"pass"} and len(result.items) == 9
     assert result.ok() and result.ok(strict=True) and result.exit_code(strict=True) == 0
     saved = json.loads(result.save().read_text())
@@ -80,7 +80,7 @@ def test_each_item_fails_when_tampered_with(tmp_path: Path, name: str, tamper: C
     assert states[name] == "fail", states
     others = {item: state for item, state in states.items() if item != name and state != "pass"}
     assert others == ({"data": "fail"} if tamper is _other_corpus_tokenizer else {})
-    result = passport(run)
+    result = make_passport(run.path)
     assert not result.ok() and result.exit_code(strict=True) == 1 and result.exit_code() == 0
 
 
@@ -96,7 +96,7 @@ def test_masked_eod_is_held_to_the_configuration(tmp_path: Path) -> None:
 def test_unknown_code_fails_only_under_strict(tmp_path: Path, version: str) -> None:
     run = write_run(tmp_path, steps=4)
     run.version.write_text(version)
-    result = passport(run)
+    result = make_passport(run.path)
     assert {item.name for item in result.items if item.state != "pass"} == {"code version"}
     assert result.ok() and not result.ok(strict=True) and result.exit_code(strict=True) == 1
 
@@ -116,7 +116,7 @@ def test_a_run_from_scratch_has_no_hf_items(tmp_path: Path) -> None:
         (run.path / file).unlink()
     states = _states(run)
     assert states["step-0 loss"] == states["export"] == "not applicable"
-    assert passport(run).ok(strict=True)
+    assert make_passport(run.path).ok(strict=True)
 
 
 def test_the_released_model_has_its_number_of_parameters(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_the_released_model_has_its_number_of_parameters(tmp_path: Path) -> None
     run.config.write_text(text.replace("vocab_size: 4096", "vocab_size: 151936"))
     _edit(run, "gates.json", parameters=494_032_768, model={"num_layers": 24}, vocab_size=151936)
     assert _states(run)["architecture"] == "pass"
-    assert "Qwen2.5-0.5B" in passport(run).items[0].expected
+    assert "Qwen2.5-0.5B" in make_passport(run.path).items[0].expected
     run.config.write_text(run.config.read_text().replace("weights: true", "weights: false"))
     _edit(run, "gates.json", tied=False)
     assert _states(run)["tied embeddings"] == "fail"  # the released model is tied, whatever the recipe says
@@ -138,10 +138,10 @@ def test_nothing_in_a_broken_run_breaks_it(tmp_path: Path) -> None:
     for path in run.path.glob("*.json"):
         path.write_text('{"parameters": "many", "tied": 3, "model": [], "manifest_fingerprints": [1], "bound": "x"}')
     run.config.write_text("model: [")
-    result = passport(run)
+    result = make_passport(run.path)
     assert not result.ok(strict=True)
     with pytest.raises(UserError):
-        passport("nowhere", root=tmp_path / "runs")
+        make_passport("nowhere", root=tmp_path / "runs")
 
 
 def test_it_is_shown_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_it_is_shown_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
 
     run = write_run(tmp_path, steps=4)
     _edit(run, "gates.json", tied=False)
-    result: Passport = passport(run)
+    result: Passport = make_passport(run.path)
     stream = io.StringIO()
     Console(file=stream, width=160).print(result.table())
     assert "tied embeddings" in stream.getvalue() and "fail" in stream.getvalue()
-    page = report(run).read_text()
+    page = write_report(run.path).read_text()
     assert page.count('class="state fail"') == 1 and "8 of 9" in Text(page).text and "1 failed" in Text(page).text

@@ -1,4 +1,4 @@
-"""The report on whole, nearly empty and crashed runs: right numbers, self-contained, names escaped."""
+"""The report of complete, nearly empty and crashed runs: right numbers, self-contained, every text escaped."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import pytest
 
 from common.errors import UserError
 from common.rundir import RunDir
-from report.facts import changes, percentile, replay, spikes
-from report.read import read
-from report.report import report
+from report.analysis import compute_changes, compute_tokens, find_spikes, percentile
+from report.read import read_run
+from report.report import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = "b2b3dbc15d3532ba38b3ea0cd5991a689cccc9a4663b56274592afdb0a7e7dd6"
@@ -40,7 +40,7 @@ model:
 optim:
   config: {optimizer: adam, lr: 0.0003, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.95, clip_grad: 1.0}
   lr_scheduler: {_target_: recipes.build.optim.WarmupStableDecay, warmup_steps: 20, decay_steps: 80, min_lr: 3.0e-05}
-trainer: {max_steps: 400, devices: 1, num_nodes: 1, plugins: {precision: bf16-mixed}}
+trainer: {accelerator: gpu, max_steps: 400, devices: 1, num_nodes: 1, plugins: {precision: bf16-mixed}}
 """
 
 
@@ -183,11 +183,13 @@ class Text(HTMLParser):
         self.tags: set[str] = set()
         self.links: list[str] = []
         self.ids: list[str] = []
+        self.attributes: set[str] = set()
         self.feed(page)
         self.text = re.sub(r"\s+", " ", " ".join(self.words))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.attributes |= {key for key, _ in attrs}
         self.links += [value or "" for key, value in attrs if key in ("src", "href", "xlink:href", "data", "action")]
         self.ids += [value or "" for key, value in attrs if key == "id"]
 
@@ -195,27 +197,27 @@ class Text(HTMLParser):
         self.words.append(data)
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_complete_run(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    path = report(run)
+    path = write_report(run.path)
     page = path.read_text()
     seen = Text(page)
     assert path == run.path / "report.html"
     assert "code \u22121.31 nats learned · prose +0.42 nats forgotten" in seen.text
-    assert "5.020 \u2192 3.710 nats a token" in seen.text
+    assert "5.020 \u2192 3.710 nats per token" in seen.text
     assert "finished, 400 steps" in seen.text
-    assert "9 of 9 all hold" in seen.text
+    assert "9 of 9 all passed" in seen.text
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text
     assert f"{PARAMETERS:,}" in seen.text
-    assert "11.2 GiB" in seen.text
+    assert "11.2 GiB reserved on the GPU" in seen.text
     for name in ("validation", "loss", "lr", "replay", "throughput", "memory"):
         assert (run.path / "report" / f"{name}.png").stat().st_size > 3000, name
 
 
 def test_the_page_is_self_contained(tmp_path: Path) -> None:
-    page = report(write_run(tmp_path)).read_text()
+    page = write_report(write_run(tmp_path).path).read_text()
     seen = Text(page)
     assert not seen.tags & {"script", "link", "iframe", "object", "embed", "img"}
     assert all(link.startswith("#") for link in seen.links), seen.links
@@ -224,20 +226,29 @@ def test_the_page_is_self_contained(tmp_path: Path) -> None:
     assert len(seen.ids) == len(set(seen.ids))
 
 
+def test_a_phone_has_its_own_figures_and_every_cell_its_column(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path).path).read_text()
+    for name in ("validation", "loss", "replay"):
+        assert all(f'<svg class="{screen}"' in page for screen in ("wide", "narrow"))
+        assert page.count(f'aria-label="{name}"') == 2
+    cells = re.findall(r"<td([^>]*)>", page.split("<h2>Configuration")[0])
+    assert all("data-column=" in cell for cell in cells if "bar-cell" not in cell) and len(cells) > 30
+
+
 def test_names_are_escaped(tmp_path: Path) -> None:
-    bad = "<script>alert('x')</script> & \"quoted\" $a_b$ 散文"
+    bad = "<script>alert('x')</script> & \" onload=\"alert(1) $a_b$ 散文"
     run = write_run(tmp_path, name="run & <b>", domains=("<i>code</i>", bad))
     run.command.write_text("python launch.py '</pre><script>1</script>'")
     other = write_run(tmp_path, name="other<u>", domains=("<i>code</i>", bad))
-    seen = Text(report(run, against=[other]).read_text())
-    assert not seen.tags & {"script", "b>", "i>", "u"}
+    seen = Text(write_report(run.path, against=[other.path]).read_text())
+    assert not seen.tags & {"script", "b>", "i>", "u"} and "onload" not in seen.attributes
     assert bad in " ".join(seen.words) and "run & <b>" in seen.text and "</pre><script>1</script>" in seen.text
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
     write_run(tmp_path, "without", forgotten=0.97, share=0.0)
     write_run(tmp_path, "with", forgotten=0.12, share=0.25)
-    seen = Text(report("with", against=["without"], root=tmp_path / "runs").read_text())
+    seen = Text(write_report("with", against=["without"], root=tmp_path / "runs").read_text())
     assert "prose +0.97 · 0% replay" in seen.text  # the label at the curve's end
     assert "prose +0.12 · 25% replay" in seen.text
     assert re.search(r"without 0% 400 \u22121.310 \+0.970", seen.text)
@@ -246,9 +257,9 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 def test_an_empty_run(tmp_path: Path) -> None:
     run = RunDir("new", tmp_path)
     run.path.mkdir()
-    text = Text(report(run).read_text()).text
+    text = Text(write_report(run.path).read_text()).text
     assert "No validation is recorded yet" in text
-    assert "metrics.jsonl is not there" in text and "config.yaml is not there" in text
+    assert "metrics.jsonl does not exist" in text and "config.yaml does not exist" in text
     assert not list((run.path / "report").iterdir())
 
 
@@ -261,11 +272,11 @@ def test_a_crashed_run(tmp_path: Path) -> None:
     (run.path / "gates.json").write_text('{"parameters": 12')
     (run.path / "blend.json").write_text("[]")
     (run.path / "export.json").unlink()
-    text = Text(report(run).read_text()).text
+    text = Text(write_report(run.path).read_text()).text
     row = json.loads(lines[50])
     assert f"Training loss is not a finite number at step {row['step']}" in text
     assert f"The loss spikes at step {json.loads(lines[20])['step']}" in text
-    assert "line 61 is cut off" in text and "gates.json is not whole JSON" in text
+    assert "line 61 is cut off" in text and "gates.json is not valid JSON" in text
     assert "unfinished, step" in text and "not exported yet" in text
 
 
@@ -273,7 +284,7 @@ def test_a_diverged_validation_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     with run.metrics.open("a") as stream:
         stream.write(json.dumps({"step": 400, "val_loss": math.nan, "validation": {"code": {"loss": math.nan}}}) + "\n")
-    assert "code NaN nats not a number" in Text(report(run).read_text()).text
+    assert "code NaN nats not a number" in Text(write_report(run.path).read_text()).text
 
 
 def test_later_rows_win_on_resume(tmp_path: Path) -> None:
@@ -285,28 +296,28 @@ def test_later_rows_win_on_resume(tmp_path: Path) -> None:
     split = {"step": 20, "validation": {"a": {"loss": 4.5}}}
     written = [validated[0], *first[:2], validated[1], split, *first[2:], validated[2], *second]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in written))
-    files = read(run)
+    files = read_run(run)
     assert [(row["step"], row["loss"]) for row in files.train] == [(10, 9.0), (20, 9.0), (30, 3.0)]
     assert [row["step"] for row in files.validation] == [0, 20]  # step 40 belongs to the attempt that was abandoned
     assert files.validation[1]["val_loss"] == 4.0 and files.validation[1]["validation"] == split["validation"]
 
 
-def test_facts(tmp_path: Path) -> None:
-    files = read(write_run(tmp_path))
-    code, prose = changes(files)
+def test_numbers_of_a_run(tmp_path: Path) -> None:
+    files = read_run(write_run(tmp_path))
+    code, prose = compute_changes(files)
     assert (code.verdict, prose.verdict, code.role, prose.role) == ("learned", "forgotten", "new", "replay")
     assert prose.curve[0] == (0, 0.0) and prose.curve[-1] == (400, pytest.approx(0.42))
-    row = replay(files)[1]
+    row = compute_tokens(files)[1]
     assert row.planned_share == pytest.approx(0.25) and row.consumed_share == pytest.approx(0.25)
     assert row.consumed_epochs == pytest.approx(400 * 2048 * 0.25 / 608_811)
-    assert spikes(files) == []
+    assert find_spikes(files) == []
     assert percentile([float(v) for v in range(1, 101)], 0.99) == 99.0 and percentile([], 0.5) is None
 
 
 def test_an_unknown_run_offers_the_nearest(tmp_path: Path) -> None:
     write_run(tmp_path, "qwen25_tiny_cpt")
     with pytest.raises(UserError) as error:
-        report("qwen25_tiny_ctp", root=tmp_path / "runs")
+        write_report("qwen25_tiny_ctp", root=tmp_path / "runs")
     assert "qwen25_tiny_cpt" in error.value.do and error.value.found and error.value.expected
 
 

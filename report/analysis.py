@@ -1,0 +1,252 @@
+"""Compute what a report shows from the rows of a run: learned and forgotten, replay, throughput, spikes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from report.read import Row, RunFiles, finite, number
+
+UNCHANGED = 0.005  # nats per token; a smaller difference is called unchanged
+ALL = "validation"  # the domain's name where a run validates on one mixture only
+
+
+@dataclass(frozen=True)
+class DomainChange:
+    """Validation of one domain, relative to where the run started.
+
+    Args:
+        domain: its name.
+        role: "new", "replay" or "" if the blend does not say.
+        base: first recorded loss in nats per token; the base model's if `base_step` is 0.
+        base_step: step of that loss.
+        now: newest loss, NaN if the run diverged.
+        step: step of the newest loss.
+        perplexity: of base and now, None where not recorded.
+        bits_per_byte: of base and now, None where not recorded.
+        curve: (step, loss - base), finite points only.
+    """
+
+    domain: str
+    role: str
+    base: float
+    base_step: int
+    now: float
+    step: int
+    perplexity: tuple[float | None, float | None]
+    bits_per_byte: tuple[float | None, float | None]
+    curve: list[tuple[int, float]]
+
+    @property
+    def delta(self) -> float:
+        """Nats per token; negative means learned."""
+        return self.now - self.base
+
+    @property
+    def percent(self) -> float | None:
+        """The difference in percent of the base's loss."""
+        return 100 * self.delta / self.base if self.base else None
+
+    @property
+    def verdict(self) -> str:
+        """The difference in words."""
+        if math.isnan(self.delta):
+            return "not a number"
+        if self.step == self.base_step:
+            return "not trained yet"
+        if abs(self.delta) < UNCHANGED:
+            return "unchanged"
+        return "learned" if self.delta < 0 else "forgotten"
+
+
+@dataclass(frozen=True)
+class DomainTokens:
+    """Tokens of one domain of the blend, planned and consumed: number, share of all tokens, epochs."""
+
+    domain: str
+    role: str
+    planned: float | None
+    planned_share: float | None
+    planned_epochs: float | None
+    consumed: float | None
+    consumed_share: float | None
+    consumed_epochs: float | None
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Statistics of the logged intervals, without the first, which holds the start-up.
+
+    Args:
+        tokens_per_second: median, over all ranks.
+        step_p50: median seconds per step.
+        step_p99: 99th percentile of the seconds per step.
+        memory_gib: largest recorded memory: reserved on the GPU, or resident in the process on a CPU.
+        elapsed_s: seconds of training, validation left out.
+    """
+
+    tokens_per_second: float | None
+    step_p50: float | None
+    step_p99: float | None
+    memory_gib: float | None
+    elapsed_s: float | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: newest logged step and planned steps, None where not recorded."""
+
+    step: int | None
+    planned: int | None
+
+    @property
+    def unfinished(self) -> bool:
+        """Steps of the plan are missing."""
+        return self.step is not None and self.planned is not None and self.step < self.planned
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return "no training step recorded"
+        if self.planned is None:
+            return f"at step {self.step:,}"
+        return (
+            f"unfinished, step {self.step:,} of {self.planned:,}"
+            if self.unfinished
+            else f"finished, {self.step:,} steps"
+        )
+
+
+def get_progress(files: RunFiles) -> Progress:
+    """The newest logged step beside trainer.max_steps."""
+    planned = finite(files.at("trainer.max_steps"))
+    return Progress(files.train[-1]["step"] if files.train else None, int(planned) if planned else None)
+
+
+def compute_changes(files: RunFiles) -> list[DomainChange]:
+    """One entry per validated domain: new domains first, then in the order of the file."""
+    seen: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for row in files.validation:
+        for domain, values in _validated_domains(row).items():
+            if number(values.get("loss")) is not None:
+                seen.setdefault(domain, []).append((row["step"], values))
+    if len(seen) > 1:
+        seen.pop(ALL, None)
+    roles = {str(d.get("name")): str(d.get("role", "")) for d in blend_domains(files)}
+    changes = [_compute_change(domain, roles.get(domain, ""), points) for domain, points in seen.items()]
+    return sorted(changes, key=lambda c: {"new": 0, "replay": 1}.get(c.role, 2))
+
+
+def _validated_domains(row: Row) -> dict[str, dict[str, Any]]:
+    """Domain -> {"loss", "perplexity", "bits_per_byte"} of one validation row."""
+    split = row.get("validation")
+    if isinstance(split, dict) and split:
+        return {name: value for name, value in split.items() if isinstance(value, dict)}
+    return {ALL: {"loss": row["val_loss"]}} if "val_loss" in row else {}
+
+
+def _compute_change(domain: str, role: str, points: list[tuple[int, dict[str, Any]]]) -> DomainChange:
+    (first, start), (last, end) = points[0], points[-1]
+    base = float(start["loss"])
+    curve = [(step, float(v["loss"]) - base) for step, v in points if math.isfinite(float(v["loss"]) - base)]
+    perplexity = finite(start.get("perplexity")), finite(end.get("perplexity"))
+    bits = finite(start.get("bits_per_byte")), finite(end.get("bits_per_byte"))
+    return DomainChange(domain, role, base, first, float(end["loss"]), last, perplexity, bits, curve)
+
+
+def baseline_name(files: RunFiles, changes: list[DomainChange]) -> str:
+    """What the differences are relative to: "base model", "untrained model" or "first validation"."""
+    if any(c.base_step for c in changes):
+        return "first validation"
+    return "base model" if files.continued else "untrained model"
+
+
+def blend_domains(files: RunFiles) -> list[dict[str, Any]]:
+    """The entries of blend.json."""
+    domains = files.records.get("blend.json", {}).get("domains")
+    return [d for d in domains if isinstance(d, dict)] if isinstance(domains, list) else []
+
+
+def compute_tokens(files: RunFiles) -> list[DomainTokens]:
+    """Planned and consumed tokens, one entry per domain of the blend."""
+    domains = blend_domains(files)
+    counted = [row["consumed_tokens"] for row in files.train if isinstance(row.get("consumed_tokens"), dict)]
+    consumed = counted[-1] if counted else {}
+    planned = {str(d.get("name")): finite(d.get("tokens_planned")) for d in domains}
+    all_planned = sum(v or 0.0 for v in planned.values())
+    all_consumed = sum(finite(v) or 0.0 for v in consumed.values())
+    found = []
+    for d in domains:
+        name = str(d.get("name"))
+        plan, used = planned[name], finite(consumed.get(name))
+        found.append(
+            DomainTokens(
+                domain=name,
+                role=str(d.get("role", "")),
+                planned=plan,
+                planned_share=_ratio(plan, all_planned),
+                planned_epochs=finite(d.get("epochs_planned")),
+                consumed=used,
+                consumed_share=_ratio(used, all_consumed),
+                consumed_epochs=_ratio(used, finite(d.get("tokens_available"))),
+            )
+        )
+    return found
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None
+
+
+def planned_replay_share(files: RunFiles) -> float | None:
+    """Planned share of replayed tokens, 0 to 1."""
+    return finite(files.records.get("blend.json", {}).get("replay_share"))
+
+
+def get_series(rows: list[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one column, finite values only."""
+    points = [(row["step"], value) for row in rows if (value := finite(row.get(key))) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """Nearest-rank percentile; None without values."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else None
+
+
+def compute_throughput(files: RunFiles) -> Throughput:
+    """Medians and extremes of what was logged."""
+    rows = files.train[1:] if len(files.train) > 2 else files.train
+    seconds = get_series(rows, "step_seconds")[1]
+    steps, all_seconds = get_series(files.train, "step_seconds")
+    interval_lengths = [b - a for a, b in zip([0, *steps], steps, strict=False)]
+    return Throughput(
+        tokens_per_second=percentile(get_series(rows, "tokens_per_second")[1], 0.5),
+        step_p50=percentile(seconds, 0.5),
+        step_p99=percentile(seconds, 0.99),
+        memory_gib=max(get_series(files.train, "memory_gib")[1], default=None),
+        elapsed_s=sum(n * s for n, s in zip(interval_lengths, all_seconds, strict=True)) or None,
+    )
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Average over about a twenty-fifth of the curve around each point, so that the average does not lag behind."""
+    half, sums = max(1, len(values) // 50), [0.0, *itertools.accumulate(values)]
+    ends = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in ends]
+
+
+def find_spikes(files: RunFiles) -> list[int]:
+    """Steps whose loss is half a nat and eight typical deviations above the twenty rows logged before it."""
+    steps, losses = get_series(files.train, "loss")
+    found = []
+    for i in range(5, len(losses)):
+        before = losses[max(0, i - 20) : i]
+        middle = statistics.median(before)
+        spread = 1.4826 * statistics.median(abs(v - middle) for v in before)  # standard deviation of normal noise
+        if losses[i] - middle > max(0.5, 8 * spread):
+            found.append(steps[i])
+    return found
