@@ -1,1 +1,1 @@
-"""Checks of this machine, and the search for a way in which its ranks can communicate."""
+"""Check the machine, and find a transport by which its ranks can communicate."""

@@ -1,4 +1,4 @@
-"""The doctor's checks without torch: what this machine is, against what a run needs."""
+"""Check without torch that this machine has what a run needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from packaging.specifiers import SpecifierSet
 from common import machine_facts
 
 GIB = 2**30
-CHECKPOINTS = 21 * GIB  # three of Qwen2.5-0.5B: two kept and one in the making
-# distribution: versions that this project runs with, and whether another one stops a run. As in pyproject.toml.
+CHECKPOINTS = 21 * GIB  # three of Qwen2.5-0.5B: two that are kept and one that is being written
+# distribution: supported versions (as in pyproject.toml), and whether another version is an error
 SUPPORTED = {
     "torch": (">=2.6", True),
     "nemo_toolkit": (">=2.3,<2.4", True),
@@ -35,7 +35,7 @@ PORT, PORTS = 29500, 10
 
 @dataclass(frozen=True)
 class Check:
-    """One look at the machine: ok, warning (a run may suffer) or error (a run of that kind fails)."""
+    """The result of one check: ok, warning (a run may be slow or fail later) or error (such a run fails)."""
 
     name: str
     level: Literal["ok", "warning", "error"]
@@ -43,79 +43,84 @@ class Check:
     do: str = ""
 
 
-def checks(devices: int | None) -> Iterator[Check]:
-    """All of them, in order.
+def run_checks(devices: int | None) -> Iterator[Check]:
+    """All checks, in order.
 
     Args:
-        devices: GPUs (or, without any, CPU ranks) that a run is to have; None where nobody said.
+        devices: GPUs (or, without any, CPU ranks) that a run is to have; None if not given.
     """
-    cards = machine_facts.query_gpus()
-    yield from _gpus(cards, devices)
-    yield from _versions(cards)
-    parts: list[Callable[[], Iterator[Check]]] = [_shared_memory, _port, _host, _limits, _disk, _container]
-    for part in parts:
-        yield from part()
+    gpus = machine_facts.query_gpus()
+    yield from _gpus(gpus, devices)
+    yield from _versions(gpus)
+    others: list[Callable[[], Iterator[Check]]] = [_shared_memory, _port, _host, _limits, _disk, _container]
+    for check in others:
+        yield from check()
 
 
-def _gpus(cards: machine_facts.Gpus, devices: int | None) -> Iterator[Check]:
+def _gpus(gpus: machine_facts.Gpus, devices: int | None) -> Iterator[Check]:
     nodes = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    if cards.problem and nodes:
-        yield Check("driver", "error", f"{nodes} device file(s), but {cards.problem}", "reinstall or reload the driver")
+    if gpus.problem and nodes:
+        yield Check("driver", "error", f"{nodes} device file(s), but {gpus.problem}", "reinstall or reload the driver")
         return
-    if not cards.installed:
+    if not gpus.installed:
         level: Literal["ok", "error"] = "ok" if devices is None else "error"
-        yield Check("GPU", level, f"none ({cards.problem or 'NVML finds none'}): CPU recipes only", _how_to_gpus())
+        yield Check("GPU", level, f"none ({gpus.problem or 'NVML finds none'}): CPU recipes only", _gpu_advice())
         return
-    yield Check("driver", "ok", f"{cards.driver}, runs CUDA up to {cards.cuda // 1000}.{cards.cuda % 1000 // 10}")
-    for card in cards.installed:
-        used = f", used by {card.processes} process(es)" if card.processes else ""
-        text = f"{card.name}, {card.free / GIB:.1f} of {card.total / GIB:.1f} GiB free{used}"
-        full = card.free < 20e9
-        yield Check(
-            f"GPU {card.index}",
-            "warning" if full else "ok",
-            text,
-            "20 GB free are advised for the 0.5B model: nvidia-smi shows who uses it" if full else "",
-        )
-    hidden = len(cards.installed) - len(cards.visible)
-    if hidden or (devices or 0) > len(cards.visible):
-        few = len(cards.visible) < (devices or 1)
+    yield Check("driver", "ok", f"{gpus.driver}, runs CUDA up to {gpus.cuda // 1000}.{gpus.cuda % 1000 // 10}")
+    for gpu in gpus.installed:
+        used = f", used by {gpu.processes} process(es)" if gpu.processes else ""
+        found = f"{gpu.name}, {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free{used}"
+        full = gpu.free < 20e9
+        do = "20 GB free are advised for the 0.5B model: nvidia-smi shows what uses the memory" if full else ""
+        yield Check(f"GPU {gpu.index}", "warning" if full else "ok", found, do)
+    hidden = len(gpus.installed) - len(gpus.visible)
+    if hidden or (devices or 0) > len(gpus.visible):
+        few = len(gpus.visible) < (devices or 1)
         value = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = f"{len(cards.visible)} of {len(cards.installed)} GPU(s) (CUDA_VISIBLE_DEVICES={value!r})"
-        yield Check(
-            "visible", "error" if few else "ok", found, "unset CUDA_VISIBLE_DEVICES, or --devices" if few else ""
-        )
+        found = f"{len(gpus.visible)} of {len(gpus.installed)} GPU(s) (CUDA_VISIBLE_DEVICES={value!r})"
+        do = f"unset CUDA_VISIBLE_DEVICES, or --devices {max(1, len(gpus.visible))}" if few else ""
+        yield Check("visible", "error" if few else "ok", found, do)
 
 
-def _how_to_gpus() -> str:
+def _gpu_advice() -> str:
     return "in a container: docker run --gpus all" if _in_container() else ""
 
 
-def _versions(cards: machine_facts.Gpus) -> Iterator[Check]:
-    for name, (wanted, needed) in SUPPORTED.items():
-        found = _version(name)
+def _versions(gpus: machine_facts.Gpus) -> Iterator[Check]:
+    for name, (supported, required) in SUPPORTED.items():
+        found = _find_version(name)
         if found is None:
             yield Check(name, "error", "not installed", "make setup, or NVIDIA's container nemo:25.04")
-        elif not SpecifierSet(wanted).contains(found.split("+")[0], prereleases=True):
-            yield Check(name, "error" if needed else "warning", f"{found}, tested with {wanted}", "make setup")
+        elif not _is_supported(found, supported):
+            yield Check(name, "error" if required else "warning", f"{found}, tested with {supported}", "make setup")
         else:
-            yield Check(name, "ok", found + (_cuda_of_torch(cards) if name == "torch" else ""))
-    if cards.installed and _cuda_of_torch(cards).endswith("(CPU only)"):
+            yield Check(name, "ok", found + (_describe_torch_cuda() if name == "torch" else ""))
+    if gpus.installed and _describe_torch_cuda().endswith("(CPU only)"):
         yield Check("torch's CUDA", "error", "a CPU build on a machine with a GPU", "install torch with CUDA")
-    if problem := _too_new(cards):
+    if problem := _driver_problem(gpus):
         yield Check("torch's CUDA", "error", problem, "a newer driver, or a torch built for an older CUDA")
-    found = _version("transformer_engine")
-    if found is None and cards.installed:
-        text = "not installed: local layers with SDPA attention, slower, no distributed optimizer"
-        yield Check("transformer_engine", "warning", text, "pip install transformer_engine[pytorch]")
-    elif found is not None and not SpecifierSet(TRANSFORMER_ENGINE).contains(found.split("+")[0], prereleases=True):
+    yield from _transformer_engine(gpus)
+
+
+def _transformer_engine(gpus: machine_facts.Gpus) -> Iterator[Check]:
+    name, found = "transformer_engine", _find_version("transformer_engine")
+    install = f"pip install '{name}[pytorch]{TRANSFORMER_ENGINE}'"
+    if found is None:
+        if gpus.installed:
+            text = "not installed: local layers with SDPA attention, slower, no distributed optimizer"
+            yield Check(name, "warning", text, install)
+    elif not _is_supported(found, TRANSFORMER_ENGINE):
         text = f"{found}: before 2.11 its fused cross-entropy gives wrong gradients with masks"
-        yield Check("transformer_engine", "warning", text, f"transformer_engine{TRANSFORMER_ENGINE}")
-    elif found is not None:
-        yield Check("transformer_engine", "ok", found)
+        yield Check(name, "warning", text, install)
+    else:
+        yield Check(name, "ok", found)
 
 
-def _version(name: str) -> str | None:
+def _is_supported(version: str, supported: str) -> bool:
+    return SpecifierSet(supported).contains(version.split("+")[0], prereleases=True)
+
+
+def _find_version(name: str) -> str | None:
     for spelling in (name, name.replace("_", "-")):
         try:
             return importlib.metadata.version(spelling)
@@ -134,30 +139,30 @@ def _torch_cuda() -> str | None:
     return match[1] if match else None
 
 
-def _cuda_of_torch(cards: machine_facts.Gpus) -> str:
+def _describe_torch_cuda() -> str:
     cuda = _torch_cuda()
     return f", CUDA {cuda}" if cuda else " (CPU only)"
 
 
-def _too_new(cards: machine_facts.Gpus) -> str:
-    """A driver runs every CUDA of its own major version (minor version compatibility), and older ones."""
+def _driver_problem(gpus: machine_facts.Gpus) -> str:
+    """A driver runs every CUDA of its own major version (minor version compatibility) and of older ones."""
     cuda = _torch_cuda()
-    if not cuda or not cards.cuda or int(cuda.split(".")[0]) <= cards.cuda // 1000:
+    if not cuda or not gpus.cuda or int(cuda.split(".")[0]) <= gpus.cuda // 1000:
         return ""
-    return f"torch is built for CUDA {cuda}, driver {cards.driver} runs up to {cards.cuda // 1000}"
+    return f"torch is built for CUDA {cuda}, driver {gpus.driver} runs up to {gpus.cuda // 1000}"
 
 
 def _shared_memory() -> Iterator[Check]:
     shm = machine_facts.shared_memory()
     size = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free"
-    mend = "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; else --env nccl-no-shm"
+    do = "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; else --env nccl-no-shm"
     if shm.problem:
         text = f"{machine_facts.SHM_FOLDER} cannot be written: {shm.problem} ({size})"
-        yield Check("shared memory", "error", text, mend)
+        yield Check("shared memory", "error", text, do)
     elif shm.free < machine_facts.SHM_MINIMUM:
-        yield Check("shared memory", "error", size + ": NCCL and data loaders need 64 MiB and more", mend)
+        yield Check("shared memory", "error", size + ": NCCL and data loaders need 64 MiB and more", do)
     elif shm.free < machine_facts.SHM_RECOMMENDED:
-        yield Check("shared memory", "warning", size + ": NCCL may need up to 1 GiB", mend)
+        yield Check("shared memory", "warning", size + ": NCCL may need up to 1 GiB", do)
     else:
         yield Check("shared memory", "ok", size)
 
@@ -165,7 +170,7 @@ def _shared_memory() -> Iterator[Check]:
 def _port() -> Iterator[Check]:
     named = os.environ.get("MASTER_PORT", "")
     if named and not (named.isdigit() and 0 < int(named) < 65536):
-        yield Check("port", "error", f"MASTER_PORT={named!r} is no port", "unset MASTER_PORT")
+        yield Check("port", "error", f"MASTER_PORT={named!r} is not a port number", "unset MASTER_PORT")
         return
     first = int(named or PORT)
     free = [port for port in range(first, min(first + PORTS, 65536)) if machine_facts.port_is_free(port)]
@@ -184,11 +189,11 @@ def _port() -> Iterator[Check]:
 def _host() -> Iterator[Check]:
     name = socket.gethostname()
     address, problem = machine_facts.resolve_host(name)
-    mend = f"a line '127.0.1.1 {name}' in /etc/hosts; on one machine MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo"
+    do = f"a line '127.0.1.1 {name}' in /etc/hosts; on one machine MASTER_ADDR=127.0.0.1 GLOO_SOCKET_IFNAME=lo"
     if problem:
-        yield Check("host name", "error", f"{name!r} does not resolve: {problem}", mend)
+        yield Check("host name", "error", f"{name!r} does not resolve: {problem}", do)
     elif not machine_facts.is_local_address(address):
-        yield Check("host name", "error", f"{name!r} is {address}, which no interface here has", mend)
+        yield Check("host name", "error", f"{name!r} is {address}, which no interface of this machine has", do)
     else:
         yield Check("host name", "ok", f"{name!r} is {address}")
 
@@ -217,8 +222,8 @@ def _disk() -> Iterator[Check]:
 def _in_container() -> bool:
     if any(Path(name).exists() for name in ("/.dockerenv", "/run/.containerenv")):
         return True
-    marks = ("docker", "containerd", "kubepods", "libpod")
-    return any(mark in Path("/proc/1/cgroup").read_text() for mark in marks)
+    names = ("docker", "containerd", "kubepods", "libpod")
+    return any(name in Path("/proc/1/cgroup").read_text() for name in names)
 
 
 def _container() -> Iterator[Check]:

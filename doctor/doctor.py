@@ -1,4 +1,4 @@
-"""`launch.py doctor`: what this machine can carry, and which way its ranks can talk. Under a minute."""
+"""`launch.py doctor`: check this machine, and find how its ranks can communicate. Takes under a minute."""
 
 from __future__ import annotations
 
@@ -12,130 +12,130 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from common import logs, machine_facts
 from common.errors import EXIT_PREFLIGHT, UserError
-from doctor import ladder
-from doctor.checks import Check, checks
+from doctor.checks import Check, run_checks
+from doctor.transport_check import check_transports
+from doctor.transports import Transport, TransportResult, list_transports
 
-BUDGET_S = 55.0  # for everything; what the checks leave is the ladder's
+BUDGET_S = 55.0  # for everything; the transports get what the checks leave
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def doctor(devices: int | None = None, write: Path | None = None, *, every: bool = False, as_json: bool = False) -> int:
-    """Check, climb the ladder, advise.
+def run_doctor(
+    devices: int | None = None, write: Path | None = None, *, every: bool = False, as_json: bool = False
+) -> int:
+    """Check the machine, test the transports, and print what to do.
 
     Args:
-        devices: ranks that a run is to have; None takes the GPUs there are, or two CPU ranks.
-        write: where to put the smallest environment set that works.
-        every: try the rungs below the first that holds, too.
-        as_json: print one JSON object instead of tables.
+        devices: number of ranks a run is to have; None takes all visible GPUs, or two CPU ranks.
+        write: file to write the smallest environment that works to.
+        every: also test the transports after the first that works.
+        as_json: print one JSON object on standard output; the tables go to standard error.
 
     Returns:
-        0, or 3 if a check or the first rung failed.
+        0, or 3 if a check or the best transport failed.
 
     Raises:
-        UserError: `devices` or `write` makes no sense.
+        UserError: `devices` is not positive, or `write` cannot be written.
     """
     if devices is not None and devices < 1:
         raise UserError("--devices must be positive", expected="1 or more", found=str(devices), do="--devices 2")
     logs.silence_child_processes()
     logging.captureWarnings(True)
     start, console = time.monotonic(), Console(stderr=as_json)
-    looked = list(checks(devices))
-    console.print(_checks_table(looked))
+    checks = list(run_checks(devices))
+    console.print(_checks_table(checks))
     gpus = len(machine_facts.query_gpus().visible)
     ranks = devices or (gpus or 2)
-    steps = ladder.rungs(gpus, min(ranks, gpus) if gpus else ranks)
-    results = list(_told(steps, console, BUDGET_S - (time.monotonic() - start), every))
-    console.print(_ladder_table(results))
+    transports = list_transports(gpus, min(ranks, gpus) if gpus else ranks)
+    results = _test_transports(transports, BUDGET_S - (time.monotonic() - start), every)
+    console.print(_transports_table(results))
     best = next((result for result in results if not result.failed), None)
-    for line in _advice(looked, results, best):
+    for line in _advise(checks, results, best):
         console.print(line, markup=False, highlight=False)
     console.print(f"{time.monotonic() - start:.1f} s", highlight=False)
     if as_json:
-        print(json.dumps({"checks": [asdict(one) for one in looked], "rungs": [asdict(one) for one in results]}))
+        print(json.dumps({"checks": [asdict(c) for c in checks], "transports": [asdict(r) for r in results]}))
     if write is not None and best is not None:
-        _write(write, best, results)
-        console.print(f"wrote {write}: --env {_as_layer(write)}, or `source {write}`", markup=False, highlight=False)
-    failed = any(one.level == "error" for one in looked) or best is None or best is not results[0]
+        _write_env(write, best, results)
+        console.print(f"wrote {write}: --env {_env_option(write)}, or `source {write}`", markup=False, highlight=False)
+    failed = any(check.level == "error" for check in checks) or best is None or best is not results[0]
     return EXIT_PREFLIGHT if failed else 0
 
 
-def _told(steps: list[ladder.Rung], console: Console, budget_s: float, every: bool) -> list[ladder.Result]:
-    found = []
-    for result in ladder.climb(steps, budget_s, every=every):
-        found.append(result)
-        word = f"fails in {result.failed}" if result.failed else "works"
-        print(f"{result.rung.name}: {word} ({result.wall_s:.1f} s)", file=sys.stderr)
-    return found
+def _test_transports(transports: list[Transport], budget_s: float, every: bool) -> list[TransportResult]:
+    """Test them, with a line on standard error for each result."""
+    results = []
+    for result in check_transports(transports, budget_s, every=every):
+        results.append(result)
+        outcome = f"fails in {result.failed}" if result.failed else "works"
+        print(f"{result.transport.name}: {outcome} ({result.wall_s:.1f} s)", file=sys.stderr)
+    return results
 
 
-def _checks_table(looked: list[Check]) -> Table:
+def _checks_table(checks: list[Check]) -> Table:
     table = Table("check", "", "found", "do", title="this machine")
-    for one in looked:
-        colour = _COLOURS[one.level]
-        table.add_row(one.name, f"[{colour}]{one.level}[/]", _plain(one.found), _plain(one.do))
+    for check in checks:
+        colour = _COLOURS[check.level]
+        table.add_row(check.name, f"[{colour}]{check.level}[/]", escape(check.found), escape(check.do))
     return table
 
 
-def _ladder_table(results: list[ladder.Result]) -> Table:
-    table = Table("way", "", "all-reduce", "0.5B gradients", "why not", title="how ranks can talk, best first")
+def _transports_table(results: list[TransportResult]) -> Table:
+    table = Table("transport", "", "all-reduce", "0.5B gradients", "why not")
+    table.title = "how ranks can communicate, best first"
     for result in results:
         state = f"[red]fails: {result.failed}[/]" if result.failed else "[green]works[/]"
         rate = "".join(f"{value:.2f} GB/s" for value in [*result.bandwidth.values()][-1:])
-        seconds = "" if result.step_s is None else f"{result.step_s:.3f} s"
-        table.add_row(result.rung.name, state, rate, seconds, _plain(result.why))
+        seconds = "" if result.gradient_seconds is None else f"{result.gradient_seconds:.3f} s"
+        table.add_row(result.transport.name, state, rate, seconds, escape(result.why))
     return table
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def _advice(looked: list[Check], results: list[ladder.Result], best: ladder.Result | None) -> list[str]:
+def _advise(checks: list[Check], results: list[TransportResult], best: TransportResult | None) -> list[str]:
     """What to do now, in one to three lines."""
-    lines = [f"{sum(one.level == 'error' for one in looked)} check(s) failed: see the column `do`"]
-    if not any(one.level == "error" for one in looked):
-        lines = []
+    failed = sum(check.level == "error" for check in checks)
+    lines = [f"{failed} check(s) failed: see the column `do`."] if failed else []
     if best is None:
-        return [*lines, "No way works here: mend the checks above, then run this again."]
+        return [*lines, "No transport works here: follow the column `do` above, then run this again."]
+    transport = best.transport
     if best is results[0]:
-        return [*lines, f"{best.rung.name}: works as it is; no variable needs to be set."]
-    wanted = " ".join(f"{key}={value}" for key, (value, _) in best.rung.env.items())
-    how = f" (--env {best.rung.layer})" if best.rung.layer else ""
-    fewer = best.rung.world_size < results[0].rung.world_size
-    lines.append(f"{best.rung.name} is the best that works" + (f": {wanted}{how}" if wanted else ""))
+        return [*lines, f"{transport.name}: works as it is; no variable needs to be set."]
+    variables = " ".join(f"{key}={value}" for key, (value, _) in transport.env.items())
+    env_set = f" (--env {transport.env_set})" if transport.env_set else ""
+    lines.append(f"{transport.name} is the best that works" + (f": {variables}{env_set}" if variables else "."))
     lines += [
-        f"Your environment has {key}={os.environ[key]}, which wins over any set: change it there."
-        for key, (value, _) in best.rung.env.items()
+        f"Your environment has {key}={os.environ[key]}, which overrides every environment set: change it there."
+        for key, (value, _) in transport.env.items()
         if os.environ.get(key, value) != value
     ]
-    if fewer:
-        lines.append("One rank only: --devices 1; the global batch stays, by accumulation.")
+    if transport.world_size < results[0].transport.world_size:
+        lines.append("Use one rank: --devices 1; gradient accumulation keeps the global batch.")
     return lines
 
 
-def _write(path: Path, best: ladder.Result, results: list[ladder.Result]) -> None:
-    """The smallest set that works, as a file that a shell and --env can read."""
-    lines = [f"# python launch.py doctor --write {path}: {best.rung.name} works"]
-    lines += [f"# {one.rung.name}: {one.failed}: {' '.join(one.why.split())}" for one in results if one.failed]
-    lines += [f"export {key}={shlex.quote(value)} # {why}" for key, (value, why) in best.rung.env.items()]
-    if not best.rung.env:
+def _write_env(path: Path, best: TransportResult, results: list[TransportResult]) -> None:
+    """Write the smallest environment that works, as a file that a shell and --env can read."""
+    lines = [f"# python launch.py doctor --write {path}: {best.transport.name} works"]
+    lines += [f"# {r.transport.name}: {r.failed}: {' '.join(r.why.split())}" for r in results if r.failed]
+    lines += [f"export {key}={shlex.quote(value)} # {why}" for key, (value, why) in best.transport.env.items()]
+    if not best.transport.env:
         lines.append("# nothing to set")
     try:
         path.write_text("\n".join(lines) + "\n")
     except OSError as problem:
         raise UserError(
             f"cannot write {path}",
-            expected="a file in a folder that is there",
+            expected="a file in an existing folder",
             found=str(problem),
             do="--write FILE.env",
         ) from None
 
 
-def _as_layer(path: Path) -> str:
+def _env_option(path: Path) -> str:
+    """The path as --env recognises a file: with a slash or the ending .env."""
     return str(path) if "/" in str(path) or path.suffix == ".env" else f"./{path}"

@@ -1,4 +1,4 @@
-"""The doctor on machines that are broken for real: shared memory, port, host name, network interface."""
+"""The doctor on machines that are really broken: shared memory, port, host name, network interface."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from common.environment.merge import parse_layers, resolve_environment
-from doctor import ladder
 from doctor.checks import SUPPORTED, TRANSFORMER_ENGINE
+from doctor.transport_check import check_transport, import_torch
+from doctor.transports import STEPS, Transport, list_transports
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = f"{sys.executable} {ROOT / 'launch.py'} doctor --json"
@@ -27,21 +28,21 @@ namespaces = pytest.mark.skipif(
 
 
 def _doctor(shell: str, *wrap: str, cwd: Path, **environ: str) -> tuple[int, dict[str, dict], list[dict]]:
-    """Exit code, checks by name, rungs of a doctor inside `shell`."""
+    """Exit code, checks by name, and transports of a doctor that runs inside `shell`."""
     command = [*wrap, "sh", "-c", shell]
     done = subprocess.run(command, cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)
     assert done.stdout, done.stderr
-    told = json.loads(done.stdout)
-    return done.returncode, {check["name"]: check for check in told["checks"]}, told["rungs"]
+    found = json.loads(done.stdout)
+    return done.returncode, {check["name"]: check for check in found["checks"]}, found["transports"]
 
 
-def test_a_whole_machine(tmp_path: Path) -> None:
-    code, checks, rungs = _doctor(f"{DOCTOR} --write way.env", cwd=tmp_path)
+def test_a_machine_in_order(tmp_path: Path) -> None:
+    code, checks, transports = _doctor(f"{DOCTOR} --write way.env", cwd=tmp_path)
     assert [name for name, check in checks.items() if check["level"] == "error"] == []
     assert code == 0
-    assert rungs[0]["failed"] == "" and rungs[0]["seconds"]
-    assert set(rungs[0]["found"]) == set(ladder.STEPS)
-    assert len(rungs) == 1  # the first way holds: no other is tried
+    assert transports[0]["failed"] == "" and transports[0]["seconds"]
+    assert set(transports[0]["found"]) == set(STEPS)
+    assert len(transports) == 1  # the first transport works: no other is tested
     assert parse_layers(str(tmp_path / "way.env"))[1][1] == {}
 
 
@@ -58,12 +59,12 @@ def test_broken_shared_memory(options: str, words: str, tmp_path: Path) -> None:
 
 @namespaces
 def test_a_host_name_that_does_not_resolve(tmp_path: Path) -> None:
-    code, checks, rungs = _doctor(f"hostname nosuch-host && {DOCTOR}", "unshare", "-u", cwd=tmp_path)
+    code, checks, transports = _doctor(f"hostname nosuch-host && {DOCTOR}", "unshare", "-u", cwd=tmp_path)
     assert code == 3
     assert checks["host name"]["level"] == "error"
     assert "nosuch-host" in checks["host name"]["found"]
     assert "GLOO_SOCKET_IFNAME=lo" in checks["host name"]["do"]
-    assert rungs[0]["failed"] == ""  # torch falls back to the loopback address
+    assert transports[0]["failed"] == ""  # torch falls back to the loopback address
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
@@ -77,13 +78,13 @@ def test_a_taken_port(tmp_path: Path) -> None:
     assert f"MASTER_PORT={port} is taken" in checks["port"]["found"]
 
 
-def test_the_rung_below_is_found_and_written(tmp_path: Path) -> None:
-    """An interface that is not there: Gloo's own words, the loopback rung holds, and its set works from the file."""
-    code, _, rungs = _doctor(f"{DOCTOR} --write way.env", cwd=tmp_path, GLOO_SOCKET_IFNAME="nosuch0")
+def test_the_next_transport_is_found_and_written(tmp_path: Path) -> None:
+    """A missing interface: Gloo's error is quoted, the loopback transport works, and the file written for it too."""
+    code, _, transports = _doctor(f"{DOCTOR} --write way.env", cwd=tmp_path, GLOO_SOCKET_IFNAME="nosuch0")
     assert code == 3
-    assert rungs[0]["failed"] == "init"
-    assert "nosuch0" in rungs[0]["why"] or "device" in rungs[0]["why"].lower()
-    assert rungs[1]["failed"] == ""
+    assert transports[0]["failed"] == "init"
+    assert "nosuch0" in transports[0]["why"] or "device" in transports[0]["why"].lower()
+    assert transports[1]["failed"] == ""
     found = {s.key: s.value for s in resolve_environment(f"cpu+{tmp_path / 'way.env'}", {})}
     assert found["GLOO_SOCKET_IFNAME"] == "lo"
     shell = f". {tmp_path / 'way.env'} && {DOCTOR}"
@@ -91,26 +92,27 @@ def test_the_rung_below_is_found_and_written(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_is_ended_at_the_limit() -> None:
-    """A rung of two whose ranks are given no time: it ends, and says where it stood."""
-    assert ladder._warm(60) == ""  # the server that imports torch is up
-    result = ladder.attempt(ladder.rungs(0, 2)[0], 0.02)
-    assert result.failed in ladder.STEPS
-    assert "no answer within" in result.why
+    """Two ranks that are given no time: the test ends, and names the step that was not reached."""
+    assert import_torch(60) == ""  # the server is ready
+    result = check_transport(list_transports(0, 2)[0], 0.02)
+    assert result.failed in STEPS
+    assert "did not answer within" in result.why
     assert result.wall_s < 5
 
 
 def test_a_device_that_is_not_there() -> None:
-    result = ladder.attempt(ladder.Rung("one GPU", "nccl", "cuda", 1), 15)
+    result = check_transport(Transport("one GPU", "nccl", "cuda", 1), 15)
     assert result.failed == "device"
     assert "cuda" in result.why.lower()
 
 
-def test_the_ladder_by_gpus() -> None:
-    assert [rung.world_size for rung in ladder.rungs(2, 2)] == [2, 2, 2, 2, 2, 2, 1]
-    assert {rung.world_size for rung in ladder.rungs(8, 1)} == {1}
-    layers = {rung.layer: rung.env for rung in ladder.rungs(2, 2) if rung.layer}
-    for name, table in layers.items():
-        assert {k: v for k, (v, _) in table.items()} == {k: v for k, (v, _) in parse_layers(name)[1][1].items()}
+def test_transports_by_number_of_gpus() -> None:
+    assert [t.world_size for t in list_transports(2, 2)] == [2, 2, 2, 2, 2, 2, 1]
+    assert {t.world_size for t in list_transports(8, 1)} == {1}
+    for transport in list_transports(2, 2):
+        if transport.env_set:
+            table = parse_layers(transport.env_set)[1][1]
+            assert {k: v for k, (v, _) in transport.env.items()} == {k: v for k, (v, _) in table.items()}
 
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
@@ -120,10 +122,10 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
     assert f"transformer_engine[pytorch]{TRANSFORMER_ENGINE}" in text
 
 
-def test_bench_measures_every_way(tmp_path: Path) -> None:
+def test_bench_measures_every_transport(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.collectives", "--mib", "0.5,1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["way"] for row in rows] == [rung.name for rung in ladder.rungs(0, 2)]
+    assert [row["way"] for row in rows] == [t.name for t in list_transports(0, 2)]
     assert set(rows[0]["bus_gb_s"]) == {"0.5", "1"}
     assert min(rows[0]["ms"].values()) > 0
