@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import logging
 import os
 import shutil
@@ -12,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common import machine_facts
 from common.rundir import RunDir
 from launcher.preflight.data import check_base_model, check_corpora
 from launcher.preflight.findings import Finding, error, warning
@@ -59,29 +58,19 @@ def _check_packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
 
 
-def _gpu_count() -> int:
-    """Count the GPUs that the CUDA driver shows under CUDA_VISIBLE_DEVICES, without torch; 0 without a driver."""
-    try:
-        cuda = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
-
-
 def _check_gpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if plan.accelerator != "gpu":
         return
-    count = _gpu_count()
+    gpus = machine_facts.query_gpus()
+    count = len(gpus.visible)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    where = f"{count} GPU(s)" + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
+    found = f"{count} GPU(s)" + (f" with CUDA_VISIBLE_DEVICES={visible!r}" if visible is not None else "")
+    found += f" ({gpus.problem})" if gpus.problem else ""
     if count == 0:
         yield error(
             "this recipe needs a GPU",
             expected=f"{plan.devices} NVIDIA GPU(s) with a working driver",
-            found=where,
+            found=found,
             do="python launch.py --recipe qwen25_tiny (the same path on the CPU), or check nvidia-smi",
         )
     elif count < plan.devices:
@@ -91,7 +80,7 @@ def _check_gpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
         yield error(
             "fewer GPUs than the recipe asks for",
             expected=f"trainer.devices={plan.devices}",
-            found=where,
+            found=found,
             do=f"trainer.devices={count}, or {more}",
         )
 

@@ -9,9 +9,11 @@ from common import machine_facts
 from common.environment.sets import BACKEND_KEY
 from common.rundir import RunDir
 from launcher.preflight.findings import Finding, error, warning
+from recipes.memory import estimate
 from recipes.plan import Plan
+from recipes.qwen25 import QWEN25_500M
 
-ADVISED = 20e9 / 494_032_768  # bytes per parameter: 20 GB for Qwen2.5-0.5B, activations included
+ADVISED = 20e9 / QWEN25_500M.num_parameters  # bytes per parameter: 20 GB for Qwen2.5-0.5B, activations included
 PORTS = 10
 
 
@@ -26,9 +28,9 @@ def check_ranks(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def model_state_bytes(plan: Plan) -> float:
-    """Bytes per GPU at any batch size: bf16 weights, fp32 gradients, and its share of Adam's 12 bytes per parameter."""
-    parameters = plan.shape.num_parameters / (plan.tensor_parallel * plan.pipeline_parallel)
-    return parameters * (2 + 4 + 12 / plan.optimizer_shards)
+    """Bytes on the fullest GPU at any batch size: weights, gradients and its share of the optimizer."""
+    peak = estimate(plan)
+    return peak.weights + peak.gradients + peak.optimizer
 
 
 def check_gpu_memory(plan: Plan, gpus: machine_facts.Gpus) -> Iterator[Finding]:

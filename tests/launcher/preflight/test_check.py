@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common import machine_facts
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
@@ -129,9 +130,10 @@ def test_a_malformed_dict_of_prefixes(corpus: Path) -> None:
 
 
 def test_a_gpu_recipe_without_a_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_gpu_count", lambda: 0)
+    monkeypatch.setattr(machine_facts, "cards", machine_facts.Cards)
     assert "--recipe qwen25_tiny" in _only(_check(corpus, accelerator="gpu"))
-    monkeypatch.setattr(preflight, "_gpu_count", lambda: 1)
+    card = machine_facts.Card(0, "card", 80 * 10**9, 80 * 10**9, "0", 0)
+    monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(visible=(card,)))
     assert "trainer.devices=1" in _only(_check(corpus, accelerator="gpu", devices=2, global_batch_size=16))
 
 
