@@ -230,7 +230,7 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
 @convert.command(name="import")
 def import_(source: str, output: Path) -> None:
     """A Qwen2/Qwen2.5 model (HF folder or hub id) as a NeMo checkpoint."""
-    from convert.convert import import_hf
+    from convert.import_hf import import_hf
 
     _console()
     print(import_hf(source, output))
@@ -238,15 +238,15 @@ def import_(source: str, output: Path) -> None:
 
 @convert.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="runs/NAME (its newest checkpoint) or a checkpoint folder.")],
+    source: Annotated[str, typer.Argument(help="A run (NAME or runs/NAME: its newest checkpoint), or a checkpoint.")],
     output: Annotated[Path, typer.Argument(help="The Hugging Face folder to make.")],
     like: Annotated[Optional[Path], typer.Option(help="Take config and tokenizer from this HF model.")] = None,
 ) -> None:
     """A checkpoint as a Hugging Face folder, compared with the checkpoint."""
-    from convert.export_run import export as write
+    from convert.export_run import export_run
 
     _console()
-    raise typer.Exit(0 if write(source, output, like).ok else 1)
+    raise typer.Exit(0 if export_run(source, output, like).ok else 1)
 
 
 @convert.command()
@@ -266,9 +266,9 @@ def report(
     against: Annotated[Optional[list[str]], typer.Option(help="Another run to draw beside it.")] = None,
 ) -> None:
     """Write runs/NAME/report.html: what was learned, what was forgotten."""
-    from report.report import report as write
+    from report.report import write_report
 
-    print(write(run, against or ()))
+    print(write_report(run, against or ()))
 
 
 @app.command(rich_help_panel=AFTERWARDS)
@@ -279,9 +279,9 @@ def passport(
     """Check a run against its own records, and write passport.json."""
     from rich.console import Console
 
-    from report.passport import passport as check
+    from report.passport import make_passport
 
-    found = check(run)
+    found = make_passport(run)
     found.save()
     Console().print(found.table())
     raise typer.Exit(found.exit_code(strict))
@@ -297,9 +297,9 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
 ) -> None:
     """Check this machine, and how its ranks can communicate (under a minute)."""
-    from doctor.doctor import doctor as check
+    from doctor.doctor import run_doctor
 
-    raise typer.Exit(check(devices, write, every=every, as_json=json))
+    raise typer.Exit(run_doctor(devices, write, every=every, as_json=json))
 
 
 @app.command(name="env", rich_help_panel=MACHINE)
@@ -328,7 +328,7 @@ def generate(
     tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 40,
 ) -> None:
     """Continue a prompt with an exported model, in plain transformers."""
-    from convert.export_run import generate as write
+    from convert.generate import generate as write
 
     print(write(model, prompt, tokens))
 
