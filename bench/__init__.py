@@ -1,1 +1,1 @@
-"""How fast: each bench prints JSON, ratios measured in one run."""
+"""Benchmarks: each prints JSON; what is compared is measured in the same call."""

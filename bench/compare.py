@@ -1,14 +1,14 @@
-"""Our recipe, stock NeMo and transformers on the same model, in turns, in one call.
+"""Our recipe, stock NeMo and the transformers peer on the same model, measured in one call.
 
 Its tables are in docs/measurements/one-gpu-throughput.md and docs/measurements/cpu-throughput.md.
 
     python -m bench.compare [--case NAME ...] [--rounds 2] [--peer-path PATH] [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5
 
-Each case runs stock once, then ours and the peer alternately `--rounds` times, each in a process of its own; imports
-overlap (on the CPU they do not: they would be measured too), measurements do not. Throughput is the median of the
-rounds, memory the largest. All but the CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is
-the PYTHONPATH of the peer, where it has another transformers.
+Each case runs stock NeMo once, then our recipe and the peer alternately `--rounds` times, each in a process of its
+own. Imports overlap, measurements do not; on the CPU imports do not overlap either, because they would slow the
+measurement. Throughput is the median of the rounds, memory the largest. All but the CPU case need one GPU and a
+prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of a peer with another version of transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.turns import measure
+from bench.turns import measure_in_turns
 
 _REDUCED_12_GROUPS = ["--recipe", "qwen25_500m_single", "model.config.num_query_groups=12"]
 # name: (recipe and shape, micro batch, micro batch of stock NeMo, global batch, timed steps)
@@ -34,10 +34,10 @@ CPU = "1.3M on the CPU"
 CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)
 
 
-def commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
-    """(who, arguments after `python -m`) of one case, in the order in which they run."""
-    what, micro, stock_micro, total, steps = CASES[case]
-    batch = [*what, f"data.global_batch_size={total}", "--steps", str(steps)]
+def list_commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
+    """("stock", "ours" or "peer", arguments after `python -m`) of one case, in the order in which they run."""
+    recipe, micro, stock_micro, total, steps = CASES[case]
+    batch = [*recipe, f"data.global_batch_size={total}", "--steps", str(steps)]
     stock = [
         "bench.throughput",
         "--plain",
@@ -51,37 +51,37 @@ def commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
     return [("stock", stock)] + [("ours", ours), ("peer", peer)] * rounds
 
 
-def row(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One line of the table from the runs of a case."""
+def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One row of the table from the runs of a case."""
     found: dict[str, Any] = {"case": case}
-    for who in ("stock", "ours", "peer"):
-        results = [result for name, result in runs if name == who]
+    for name in ("stock", "ours", "peer"):
+        results = [result for other, result in runs if other == name]
         errors = [result["error"] for result in results if "error" in result]
         if errors:
-            found[f"{who}_error"] = errors[0]
+            found[f"{name}_error"] = errors[0]
             continue
-        found[f"{who}_tokens_per_second"] = statistics.median(r["tokens_per_second"] for r in results)
-        found[f"{who}_p99_over_p50"] = max(r["step_p99"] / r["step_p50"] for r in results)
+        found[f"{name}_tokens_per_second"] = statistics.median(r["tokens_per_second"] for r in results)
+        found[f"{name}_p99_over_p50"] = max(r["step_p99"] / r["step_p50"] for r in results)
         if "device" in results[0]:  # a GPU
-            found[f"{who}_peak_gib"] = max(r["peak_gib"] for r in results)
-            found[f"{who}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
+            found[f"{name}_peak_gib"] = max(r["peak_gib"] for r in results)
+            found[f"{name}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
             found["device"] = results[0]["device"]
     if "ours_tokens_per_second" in found and "peer_tokens_per_second" in found:
         found["ratio"] = found["ours_tokens_per_second"] / found["peer_tokens_per_second"]
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+def format_table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
     lines = [
-        "| case | stock | peer | ours | ours / peer | GiB peer | GiB ours | p99 / p50 | of the card's matmul rate |",
+        "| case | stock | peer | ours | ours / peer | GiB peer | GiB ours | p99 / p50 | of the GPU's matmul rate |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         if "ratio" not in r:
             lines.append(f"| {r['case']} | " + "; ".join(str(v) for k, v in r.items() if k.endswith("error")) + " |")
             continue
-        gib = [f"{r[f'{who}_peak_gib']:.1f}" if f"{who}_peak_gib" in r else "" for who in ("peer", "ours")]
+        gib = [f"{r[f'{name}_peak_gib']:.1f}" if f"{name}_peak_gib" in r else "" for name in ("peer", "ours")]
         rate = f"{r['ours_mfu_of_card']:.0%}" if "ours_mfu_of_card" in r else ""
         lines.append(
             f"| {r['case']} | {r.get('stock_tokens_per_second', 0):,.0f} | {r['peer_tokens_per_second']:,.0f}"
@@ -94,23 +94,25 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure the cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all of the GPU")
+    parser.add_argument("--case", action="append", choices=list(CASES), help="default: all cases of the GPU")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peer-path", help="PYTHONPATH of the peer's processes")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
     rows, everything = [], {}
     for case in args.case or [name for name in CASES if name != CPU]:
-        plan = commands(case, args.rounds)
-        paths = [args.peer_path if who == "peer" else None for who, _ in plan]
-        results = measure([command for _, command in plan], sys.stderr, paths, at_once=1 if case == CPU else 6)
-        runs = [(who, result) for (who, _), result in zip(plan, results, strict=True)]
+        commands = list_commands(case, args.rounds)
+        paths = [args.peer_path if name == "peer" else None for name, _ in commands]
+        results = measure_in_turns(
+            [command for _, command in commands], sys.stderr, paths, at_once=1 if case == CPU else 6
+        )
+        runs = [(name, result) for (name, _), result in zip(commands, results, strict=True)]
         everything[case] = runs
-        rows.append(row(case, runs))
+        rows.append(summarize_case(case, runs))
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         if args.json:
             args.json.write_text(json.dumps({"rows": rows, "runs": everything}, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The loss of the fast path over the plain path's: same recipe, same seed, same data.
+"""Compare the losses of training with and without the speed levers: same recipe, same seed, same data.
 
-bf16 training amplifies rounding: two runs that differ in nothing but the order of sums drift apart. How far is
-measured too, as the plain path against itself with another micro batch (the same mathematics, summed otherwise).
+bf16 training amplifies rounding: two runs that differ only in the order of sums drift apart. How far is measured too,
+as the plain path beside itself with another micro batch (the same mathematics, summed in another order).
 
     python -m bench.curves --recipe qwen25_500m_single --steps 200 --output docs/figures/fast-and-plain.svg
 
-Prints one JSON object: the mean and the largest difference (nats a token) of fast and plain, and of plain and plain.
+Prints one JSON object: the mean and largest difference (nats per token) of fast and plain, and of plain and plain.
 """
 
 from __future__ import annotations
@@ -14,28 +14,32 @@ import json
 import sys
 from pathlib import Path
 
-from bench.throughput import arguments
-from bench.turns import measure
+from bench.throughput import base_parser
+from bench.turns import measure_in_turns
 
 
 def main() -> None:
     """Train both ways, compare, draw."""
-    parser = arguments(__doc__ or "")
+    parser = base_parser(__doc__ or "")
     parser.add_argument("--output", type=Path, required=True, help="the figure: .svg or .png")
     args = parser.parse_intermixed_args()
     run = ["bench.throughput", "--recipe", args.recipe, "--warmup", "8", "--steps", str(args.steps), "--losses"]
-    words = args.overrides
-    ways = [[*run, "--plain", *words], [*run, *words], [*run, "--plain", *words, "data.micro_batch_size=1"]]
-    results = measure(ways, sys.stderr)
+    overrides = args.overrides
+    commands = [
+        [*run, "--plain", *overrides],
+        [*run, *overrides],
+        [*run, "--plain", *overrides, "data.micro_batch_size=1"],
+    ]
+    results = measure_in_turns(commands, sys.stderr)
     for result in results:
         if "error" in result:
             sys.exit(result["error"])
     plain, fast, other = (result["losses"] for result in results)
-    draw(plain, fast, other, args.output)
-    print(json.dumps({"fast_and_plain": gap(plain, fast), "plain_and_plain": gap(plain, other)}))
+    draw_losses(plain, fast, other, args.output)
+    print(json.dumps({"fast_and_plain": compare_losses(plain, fast), "plain_and_plain": compare_losses(plain, other)}))
 
 
-def gap(one: list[float], other: list[float]) -> dict[str, float]:
+def compare_losses(one: list[float], other: list[float]) -> dict[str, float]:
     """Mean and largest difference, over the first 50 steps and over all."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return {
@@ -47,8 +51,8 @@ def gap(one: list[float], other: list[float]) -> dict[str, float]:
     }
 
 
-def draw(plain: list[float], fast: list[float], other: list[float], path: Path) -> None:
-    """The curves, and what is between them."""
+def draw_losses(plain: list[float], fast: list[float], other: list[float], path: Path) -> None:
+    """Draw the curves, and below them their differences."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +62,7 @@ def draw(plain: list[float], fast: list[float], other: list[float], path: Path) 
     steps = range(1, len(plain) + 1)
     above.plot(steps, plain, label="plain", linewidth=2.5, color="#bbbbbb")
     above.plot(steps, fast, label="fast", linewidth=1, color="#1f5fa8")
-    above.set_ylabel("loss, nats a token")
+    above.set_ylabel("loss, nats per token")
     above.legend(frameon=False)
     for name, curve, color in (("fast - plain", fast, "#1f5fa8"), ("plain, micro batch 1 - plain", other, "#a8481f")):
         below.semilogy(

@@ -1,13 +1,13 @@
-"""Speed of `data prepare` beside Megatron's way of doing the same, on the same text, tokenizer and workers.
+"""Measure `data prepare` beside Megatron's own preprocessing, on the same text, tokenizer and workers.
 
-The baseline does what tools/preprocess_data.py does: a pool of processes, one JSON line a task, one call of
-the HF tokenizer a document, the ids pickled back to a single writer with IndexedDatasetBuilder. Both read the
-same JSONL file and write .bin and .idx, each run in a fresh process. `ratio` compares them whole. Imports and
-process start are measured on a 1 MB head of the text; `ratio_steady` leaves them out (a corpus of gigabytes).
+The baseline does what tools/preprocess_data.py does: a pool of processes, one JSON line per task, one call of
+the HF tokenizer per document, the ids pickled back to a single writer with IndexedDatasetBuilder. Both read the
+same JSONL file and write .bin and .idx, each run in a fresh process. `ratio` compares the whole runs. Imports and
+process start are measured on a 1 MB head of the text; `ratio_steady` leaves them out, as for a corpus of gigabytes.
 
     python -m bench.data_prepare --megabytes 64 --workers 2
 
-Prints one JSON object: MB of text a second and worker for each, their ratio, and whether the ids are equal.
+Prints one JSON object: MB of text per second and worker for each, their ratio, and whether the ids are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _pool: dict[str, Any] = {}
 
 
 def make_text(path: Path, megabytes: float, folders: tuple[Path, ...] = SEED_FOLDERS) -> int:
-    """Write a JSONL file of different documents from the source files at hand; returns its text bytes."""
+    """Write a JSONL file of distinct documents from Python source files; returns the bytes of text in it."""
     size = 0
     seen: set[bytes] = set()
     with path.open("w", encoding="utf-8") as file:
@@ -66,14 +66,14 @@ def make_tokenizer(folder: Path, text: Path) -> None:
 
 
 def baseline(text: Path, tokenizer: Path, prefix: Path, workers: int) -> None:
-    """Megatron's way."""
+    """Prepare the text as Megatron's tools/preprocess_data.py does."""
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, _start, (str(tokenizer),)) as pool, text.open(encoding="utf-8") as file:
+    with context.Pool(workers, _start_worker, (str(tokenizer),)) as pool, text.open(encoding="utf-8") as file:
         for ids in pool.imap(_encode_line, file, 32):
             builder.add_item(torch.IntTensor(ids))
             builder.end_document()
@@ -81,12 +81,12 @@ def baseline(text: Path, tokenizer: Path, prefix: Path, workers: int) -> None:
 
 
 def ours(text: Path, tokenizer: Path, output: Path, workers: int) -> None:
-    """`data prepare`."""
+    """Prepare the text with `data prepare`."""
     prepare_corpus(PrepareRequest(inputs=[str(text)], output=output, tokenizer=str(tokenizer), workers=workers))
 
 
-def seconds_of(function: Callable[[Path, Path, Path, int], None], *args: Path | int) -> float:
-    """Wall time of a call in a fresh interpreter, its start included."""
+def time_in_new_process(function: Callable[[Path, Path, Path, int], None], *args: Path | int) -> float:
+    """Seconds of a call in a new interpreter, its start included."""
     start = time.perf_counter()
     child = multiprocessing.get_context("spawn").Process(target=function, args=args)
     child.start()
@@ -97,7 +97,7 @@ def seconds_of(function: Callable[[Path, Path, Path, int], None], *args: Path | 
 
 
 def same_documents(prefix: Path, output: Path) -> bool:
-    """Whether both wrote the same documents (ours are spread over three splits)."""
+    """Whether both wrote the same documents; ours are spread over three splits."""
     from data.inspect import open_pair
     from data.manifest import SPLITS
 
@@ -119,22 +119,24 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     folders = tuple(Path(entry) for entry in dict.fromkeys([*map(str, SEED_FOLDERS), *sys.path]) if entry)
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
         size = make_text(work / "all.jsonl", options.megabytes, folders)
         head = make_text(work / "head.jsonl", 1.0, folders)
         make_tokenizer(work / "tokenizer", work / "all.jsonl")
         result: dict[str, Any] = {"workers": options.workers, "text_MB": round(size / 1e6, 1)}
         rates: dict[str, float] = {}
-        for way, function in {"ours": ours, "baseline": baseline}.items():
-            start = seconds_of(function, work / "head.jsonl", work / "tokenizer", work / f"{way}-head", options.workers)
-            whole = seconds_of(function, work / "all.jsonl", work / "tokenizer", work / way, options.workers)
-            rates[way] = (size - head) / 1e6 / max(whole - start, 1e-3) / options.workers
-            result[way] = {
+        for name, function in {"ours": ours, "baseline": baseline}.items():
+            start = time_in_new_process(
+                function, work / "head.jsonl", work / "tokenizer", work / f"{name}-head", options.workers
+            )
+            whole = time_in_new_process(function, work / "all.jsonl", work / "tokenizer", work / name, options.workers)
+            rates[name] = (size - head) / 1e6 / max(whole - start, 1e-3) / options.workers
+            result[name] = {
                 "seconds": round(whole, 2),
                 "start_seconds": round(start, 2),
                 "MB_per_s_per_worker": round(size / 1e6 / whole / options.workers, 2),
-                "MB_per_s_per_worker_steady": round(rates[way], 2),
+                "MB_per_s_per_worker_steady": round(rates[name], 2),
             }
         result["ratio"] = round(result["baseline"]["seconds"] / result["ours"]["seconds"], 1)
         result["ratio_steady"] = round(rates["ours"] / rates["baseline"], 1)
@@ -149,11 +151,11 @@ def _documents(folders: tuple[Path, ...]) -> Iterator[str]:
             yield from (text[at : at + DOCUMENT_CHARACTERS] for at in range(0, len(text), DOCUMENT_CHARACTERS))
 
 
-def _start(tokenizer: str) -> None:
+def _start_worker(tokenizer: str) -> None:
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     _pool["tokenizer"] = AutoTokenizer.from_pretrained(tokenizer, use_fast=True)
-    # the same reading of special tokens in the text on both sides
+    # read special tokens in the text as `data prepare` does
     _pool["tokenizer"].backend_tokenizer.encode_special_tokens = True
     _pool["eod"] = _pool["tokenizer"].eos_token_id
 

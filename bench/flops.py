@@ -1,16 +1,16 @@
-"""How many floating-point operations a token of training needs: one function, used for every model and peer."""
+"""Floating-point operations per trained token: one function for every model and for the peer."""
 
 from __future__ import annotations
 
 from recipes.plan import Shape
 
 
-def per_token(shape: Shape, seq_length: int) -> int:
-    """FLOPs of forward and backward a token: 2 a multiply-add, backward twice the forward.
+def flops_per_token(shape: Shape, seq_length: int) -> int:
+    """FLOPs of forward and backward per token: 2 per multiply-add, the backward pass twice the forward.
 
-    Counted: every matrix product with a weight (the output layer too, the embedding's look-up not), and causal
-    attention's two products over half of seq_length^2. Not counted: softmax, norms, activations, optimizer, and
-    anything computed twice.
+    Counted: every matrix product with a weight (with the output layer, without the embedding's look-up), and causal
+    attention's two products over half of seq_length^2. Not counted: softmax, norms, activations, the optimizer, and
+    anything that is recomputed.
 
     Source: PaLM (arXiv 2204.02311) appendix B, with causal attention halved.
     """

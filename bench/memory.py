@@ -1,9 +1,9 @@
-"""The memory estimate against the card: recipes/memory.py and torch.cuda.max_memory_reserved, in one JSON line.
+"""Compare the memory estimate of recipes/memory.py with torch.cuda.max_memory_reserved, in one JSON line.
 
     python -m bench.memory --recipe qwen25_500m_dual [--plain] trainer.devices=1 data.micro_batch_size=8
     torchrun --nproc-per-node 2 -m bench.memory --recipe qwen25_500m_dual
 
-Of rank 0; with a pipeline the other stages print theirs too. The options are those of bench.throughput.
+Rank 0 prints; with pipeline parallelism every rank does. The options are those of bench.throughput.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import importlib.util
 import json
 import os
 
-from bench.throughput import prepare, recipe_arguments, train
+from bench.throughput import build_recipe, recipe_parser, train_and_time
 from recipes import memory
 
 
 def main() -> None:
     """Train a few steps and print estimate and peak."""
-    parser = recipe_arguments(__doc__ or "")
+    parser = recipe_parser(__doc__ or "")
     parser.set_defaults(warmup=3, steps=3)
     args = parser.parse_intermixed_args()
-    plan, partial = prepare(args)
+    plan, partial = build_recipe(args)
     path: memory.Path = "plain" if args.plain else "fast"
     if importlib.util.find_spec("transformer_engine") is None:
         path = "sdpa"
-    estimate, measured = memory.estimate(plan, path), train(partial, 0.0)
+    estimate, measured = memory.estimate(plan, path), train_and_time(partial, 0.0)
     row = {
         "rank": int(os.environ.get("RANK", "0")),
         "path": path,

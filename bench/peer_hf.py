@@ -1,4 +1,4 @@
-"""The peer: transformers' Qwen2 of the same shape, in the training loop its users write, tuned.
+"""The peer: transformers' Qwen2 of the same shape in a tuned plain training loop, as its users write it.
 
     python -m bench.peer_hf --recipe qwen25_500m_single [path=value ...]
 
@@ -15,25 +15,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.throughput import arguments, finish, your_turn
+from bench.throughput import add_plan_figures, base_parser, wait_for_turn
 
 
 def main() -> None:
     """Train the peer and print its figures."""
-    args = arguments(__doc__ or "").parse_intermixed_args()
+    args = base_parser(__doc__ or "").parse_intermixed_args()
     from common.spec import RunSpec
     from recipes.resolve import resolve
 
     plan = resolve(RunSpec(recipe=args.recipe, overrides=tuple(args.overrides))).plan
     if plan.accelerator == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import transformers  # noqa: F401 - imported before the wait, as bench.throughput does
+    import transformers  # noqa: F401 - imported before waiting, as bench.throughput does
 
-    waited = your_turn(args.wait)
-    print(json.dumps(finish(_train(plan, args, waited), plan)), flush=True)
+    waited = wait_for_turn(args.wait)
+    print(json.dumps(add_plan_figures(_train(plan, args, waited), plan)), flush=True)
 
 
-def _model(plan: Any, device: str) -> Any:
+def _build_model(plan: Any, device: str) -> Any:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -57,8 +57,8 @@ def _model(plan: Any, device: str) -> Any:
         return Qwen2ForCausalLM(config).float().train()
 
 
-def _batches(plan: Any, device: str) -> Iterator[Any]:
-    """Consecutive windows of the corpus: int64[micro batch, seq + 1] on the device, for ever."""
+def _read_batches(plan: Any, device: str) -> Iterator[Any]:
+    """Consecutive windows of the corpus without end: int64[micro batch, seq + 1] on the device."""
     import numpy
     import torch
 
@@ -74,26 +74,26 @@ def _batches(plan: Any, device: str) -> Iterator[Any]:
 
 
 def _train(plan: Any, args: Any, waited: float) -> dict[str, Any]:
-    """The loop; returns its figures."""
+    """Train and time; returns the figures. `waited` as in StopWatch."""
     import torch
 
-    from bench.timing import Watch
+    from bench.timing import StopWatch
 
     device = "cuda" if plan.accelerator == "gpu" else "cpu"
     torch.set_float32_matmul_precision("high")
-    model = _model(plan, device)
+    model = _build_model(plan, device)
     compiled = torch.compile(model) if device == "cuda" else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.max_lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
     )
-    batches, accumulate = _batches(plan, device), plan.global_batch_size // plan.micro_batch_size
-    watch, losses, done = Watch(args.warmup, args.steps), [], False
+    batches, accumulate = _read_batches(plan, device), plan.global_batch_size // plan.micro_batch_size
+    watch, losses, done = StopWatch(args.warmup, args.steps), [], False
     while not done:
         total = torch.zeros((), device=device)
         for _ in range(accumulate):
             ids = next(batches)
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
-                # shift_labels: the loss of all positions, as Megatron counts it
+                # with shift_labels the loss counts all positions, as Megatron does
                 loss = (
                     compiled(input_ids=ids[:, :-1], labels=ids[:, :-1], shift_labels=ids[:, 1:].contiguous()).loss
                     / accumulate

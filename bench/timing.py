@@ -1,4 +1,4 @@
-"""A stop watch for training steps: nothing is waited for between the first timed step and the last."""
+"""A stop watch for training steps that never synchronizes between the first timed step and the last."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import psutil
 import torch
 
 
-def wait() -> None:
-    """Let the device finish what it was given."""
+def synchronize() -> None:
+    """Wait until the device has finished its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-class Watch:
-    """Wall clock over `steps` steps after `warmup`, one synchronize before and one after.
+class StopWatch:
+    """Wall clock over `steps` steps after `warmup` steps, with one synchronization before and one after.
 
-    Call `step()` after each step; it returns True once all are timed. Step times are from device events (on a CPU:
-    the host's clock).
+    Call `step()` after each step; it returns True once all are timed. The time of a single step is measured with
+    device events (on a CPU with the host's clock).
     """
 
     def __init__(self, warmup: int, steps: int) -> None:
@@ -31,29 +31,34 @@ class Watch:
 
     @property
     def started(self) -> bool:
-        """The step that was just counted is the last one before the clock starts."""
+        """The step counted last is the final one of the warm-up: the clock starts now."""
         return self._done == self.warmup
 
     def step(self) -> bool:
-        """One more step has been given to the device."""
+        """Count one more step; True once all steps are timed."""
         self._done += 1
         if self._done == 1:
-            wait()
+            synchronize()
             self._first_step_at = time.time()
         if self._done == self.warmup:
-            wait()
+            synchronize()
             self._start = time.perf_counter()
         if self._done >= self.warmup:
-            self._marks.append(_mark())
+            self._marks.append(_record_time())
         if self._done == self.warmup + self.steps:
-            wait()
+            synchronize()
             self._seconds = time.perf_counter() - self._start
             return True
         return False
 
     def result(self, tokens: int, waited: float) -> dict[str, Any]:
-        """The figures, for `tokens` trained in the timed steps; `waited` seconds are taken off the start-up."""
-        times = [_between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        """The figures of the timed steps.
+
+        Args:
+            tokens: trained in the timed steps.
+            waited: seconds that do not count as start-up.
+        """
+        times = [_seconds_between(a, b) for a, b in zip(self._marks, self._marks[1:], strict=False)]
         found = {
             "tokens_per_second": tokens / self._seconds,
             "step_p50": statistics.median(times),
@@ -63,11 +68,11 @@ class Watch:
         }
         if torch.cuda.is_available():
             found["device"] = torch.cuda.get_device_name()
-            found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30  # "allocated" leaves CUDA graphs out
+            found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30  # CUDA graphs are not in "allocated"
         return found
 
 
-def _mark() -> Any:
+def _record_time() -> Any:
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -75,5 +80,5 @@ def _mark() -> Any:
     return event
 
 
-def _between(first: Any, second: Any) -> float:
-    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
+def _seconds_between(first: Any, second: Any) -> float:
+    return float(second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3)

@@ -1,4 +1,4 @@
-"""Several measurements in one call: they import at the same time, and measure one after the other."""
+"""Run several benchmarks in one call: they import at the same time, and measure one after the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import sys
 from typing import Any, TextIO
 
 
-def measure(
+def measure_in_turns(
     commands: list[list[str]], log: TextIO, paths: list[str | None] | None = None, at_once: int = 6
 ) -> list[dict[str, Any]]:
-    """Run each command (a bench that understands --wait) and return the JSON objects that they print, in order.
+    """Run each command (a benchmark with the option --wait) and return the JSON objects that they print, in order.
 
-    A command that fails gives {"error": the end of what it said}; the others go on.
+    A command that fails gives {"error": exit code and its last lines}; the others go on.
 
     Args:
         commands: arguments after `python -m`.
-        log: gets everybody's standard error.
-        paths: a PYTHONPATH for each, where it is not ours.
-        at_once: processes that import while another measures.
+        log: receives the standard error of all commands.
+        paths: the PYTHONPATH of each command, None for this process's own.
+        at_once: processes that import while another one measures.
     """
     running: list[subprocess.Popen[str]] = []
     results = []
@@ -28,7 +28,7 @@ def measure(
         while len(running) < min(len(commands), index + at_once):
             path = paths[len(running)] if paths else None
             running.append(_start(commands[len(running)], log, path))
-        results.append(_turn(running[index]))
+        results.append(_let_measure(running[index]))
     return results
 
 
@@ -44,7 +44,7 @@ def _start(command: list[str], log: TextIO, path: str | None) -> subprocess.Pope
     )
 
 
-def _turn(process: subprocess.Popen[str]) -> dict[str, Any]:
+def _let_measure(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
     lines = []
     for line in process.stdout:

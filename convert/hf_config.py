@@ -36,10 +36,10 @@ def check_supported(config: dict[str, Any], path: Path) -> None:
 
 def read_architecture(config: dict[str, Any]) -> Architecture:
     """The architecture that a config.json describes; a missing key has the default of transformers' Qwen2Config."""
-    from transformers import Qwen2Config  # type: ignore[attr-defined]  # exported at run time only
+    from transformers import Qwen2Config
 
     values = {k: v for k, v in config.items() if k not in ("model_type", "transformers_version")}
-    full = Qwen2Config(**values)  # type: ignore[no-untyped-call]
+    full = Qwen2Config(**values)
     rope_theta = (config.get("rope_parameters") or {}).get("rope_theta")  # transformers 5 nests it
     return Architecture(
         num_layers=full.num_hidden_layers,
@@ -63,9 +63,9 @@ def make_config(arch: Architecture, *, max_positions: int, init_std: float, end_
         init_std: standard deviation of freshly initialised weights.
         end_of_document: token id that is both bos and eos, as in Qwen2.5's base models.
     """
-    from transformers import Qwen2Config  # type: ignore[attr-defined]  # exported at run time only
+    from transformers import Qwen2Config
 
-    config = Qwen2Config(  # type: ignore[no-untyped-call]
+    config = Qwen2Config(
         architectures=["Qwen2ForCausalLM"],
         num_hidden_layers=arch.num_layers,
         hidden_size=arch.hidden_size,

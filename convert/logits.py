@@ -99,7 +99,7 @@ def _single_rank() -> Iterator[None]:
         return
     had_group = distributed.is_initialized()
     if not had_group:
-        store = distributed.HashStore()  # type: ignore[attr-defined]  # exported at run time only
+        store = distributed.HashStore()
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()

@@ -68,9 +68,7 @@ class NeMoCheckpoint:
         target = {PREFIX + name: torch.empty(meta.size, dtype=meta.properties.dtype)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is unavailable": loading without it is intended
-            dcp.load(  # type: ignore[attr-defined]  # exported at run time only
-                target, checkpoint_id=self.weights, no_dist=True
-            )
+            dcp.load(target, checkpoint_id=self.weights, no_dist=True)
         return target[PREFIX + name]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -180,9 +178,7 @@ def write_weights(folder: Path, num_layers: int, tensors: Iterator[tuple[str, to
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         planner = DefaultSavePlanner(flatten_state_dict=False)
-        dcp.save(  # type: ignore[attr-defined]  # exported at run time only
-            state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True
-        )
+        dcp.save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
     torch.save({}, folder / "common.pt")
     versions = {
         "sharded_backend": "torch_dist",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # exported at run time only
+from torch.distributed import Store, TCPStore
 
 from doctor.transports import STEPS, RankTask
 
@@ -72,7 +72,7 @@ class _RankTest:
         )
         if self._task.backend != "nccl":
             return self._task.backend
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        version = torch.cuda.nccl.version()
         return f"nccl {'.'.join(map(str, version))}"
 
     def _create_store(self) -> Store:

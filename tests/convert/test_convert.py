@@ -18,12 +18,12 @@ from convert.export_hf import export_hf, find_source
 from convert.import_hf import import_hf, import_once
 from convert.models import open_model
 from convert.nemo import PREFIX, NeMoCheckpoint
-from convert.tensor_map import Architecture
+from convert.tensor_map import Architecture, Kind
 from convert.verify import Verification, summarize, verify
 
 ROOT = Path(__file__).resolve().parents[2]
-TIED = {"tied": True, "heads": 4, "groups": 2, "hidden": 64}
-SHAPES = {
+TIED: dict[str, Any] = {"tied": True, "heads": 4, "groups": 2, "hidden": 64}
+SHAPES: dict[str, dict[str, Any]] = {
     "tied, 2 groups": TIED,
     "tied, 6 heads in 3 groups": {"tied": True, "heads": 6, "groups": 3, "hidden": 96},
     "untied, 7 heads a group as 7B": {"tied": False, "heads": 14, "groups": 2, "hidden": 112},
@@ -73,13 +73,14 @@ def _train(sample: Path, base: Path, arch: Architecture) -> tuple[float, dict[st
     import nemo_run as run
     from nemo.lightning.pytorch.strategies.utils import RestoreConfig
 
-    import data.module
+    import data.module as data_module
     from common.spec import RunSpec
     from launcher.launch import launch
     from recipes import registry
 
     batches: list[dict[str, torch.Tensor]] = []
-    original = data.module.gpt_data_step
+    module: Any = data_module
+    original = module.gpt_data_step
     recipe = registry.resolve("qwen25_tiny")
     build = recipe.build
 
@@ -94,7 +95,7 @@ def _train(sample: Path, base: Path, arch: Architecture) -> tuple[float, dict[st
             batches.append(batch)
         return batch
 
-    recipe.build, data.module.gpt_data_step = from_base, recording
+    recipe.build, module.gpt_data_step = from_base, recording
     words = {
         "data.paths": sample / "prose",
         "data.index_mapping_dir": Path.cwd() / "cache",
@@ -287,10 +288,10 @@ def _wrong_in_both_directions(fault: str) -> None:
     """Break the mapping so that import and export still undo each other: only the logits can tell."""
     join, split = convert.tensor_map._join, convert.tensor_map._split
 
-    def swapped(kind: str, arch: Any, parts: list[torch.Tensor]) -> torch.Tensor:
+    def swapped(kind: Kind, arch: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         return join(kind, arch, parts[::-1] if kind == "gate_up" else parts)
 
-    def unswapped(kind: str, arch: Any, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def unswapped(kind: Kind, arch: Any, joined: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return split(kind, arch, joined)[:: -1 if kind == "gate_up" else 1]
 
     if fault == "gate and up swapped":
@@ -299,7 +300,7 @@ def _wrong_in_both_directions(fault: str) -> None:
 
         def split_without_groups(arch: Any, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
             kv = arch.num_query_groups * arch.head_dim
-            return qkv.split([arch.num_attention_heads * arch.head_dim, kv, kv])
+            return torch.split(qkv, [arch.num_attention_heads * arch.head_dim, kv, kv])
 
         convert.tensor_map.interleave_qkv = lambda arch, *parts: torch.cat(parts)
         convert.tensor_map.split_qkv = split_without_groups
@@ -413,7 +414,7 @@ BAD_SOURCES: dict[str, tuple[Callable[[], object], str]] = {
     "integers": (lambda: _edit_weights(lambda w: w.update({NORM: w[NORM].int()})), "fp32 or bf16"),
     "false tie": (lambda: _edit_weights(lambda w: w.update({"lm_head.weight": torch.zeros(4096, 64)})), "lm_head"),
     "no tokenizer": (lambda: Path("hf/tokenizer.json").unlink(), "has no tokenizer"),
-    "output in use": (lambda: (Path("base").mkdir(), Path("base/x").touch()), "is in use"),
+    "output in use": (lambda: Path("base/x").mkdir(parents=True), "is in use"),
 }
 
 

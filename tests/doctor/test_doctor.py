@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,9 @@ namespaces = pytest.mark.skipif(
 )
 
 
-def _doctor(shell: str, *wrap: str, cwd: Path, **environ: str) -> tuple[int, dict[str, dict], list[dict]]:
+def _doctor(
+    shell: str, *wrap: str, cwd: Path, **environ: str
+) -> tuple[int, dict[str, dict[str, str]], list[dict[str, Any]]]:
     """Exit code, checks by name, and transports of a doctor that runs inside `shell`."""
     command = [*wrap, "sh", "-c", shell]
     done = subprocess.run(command, cwd=cwd, env={**os.environ, **environ}, capture_output=True, text=True, timeout=60)

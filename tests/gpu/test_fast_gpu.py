@@ -68,8 +68,8 @@ def test_fast_and_plain_train_alike() -> None:
     (Against the plain path summed in another order there is no bound to give: it is 0.0002 off on one card, 0.0008 on
     another.)
     """
-    from bench.curves import gap
-    from bench.turns import measure
+    from bench.curves import compare_losses
+    from bench.turns import measure_in_turns
 
     if not Path("corpora/mine").is_dir():
         pytest.skip("no corpus in corpora/mine")
@@ -77,7 +77,7 @@ def test_fast_and_plain_train_alike() -> None:
     batch = ["data.micro_batch_size=4"]
     ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", *batch, "optim.config.lr=3.03e-4"]]
     with Path("fast-and-plain.log").open("w") as log:
-        plain, fast, higher = (result["losses"] for result in measure(ways, log))
-    print(gap(plain, fast), gap(plain, higher))
+        plain, fast, higher = (result["losses"] for result in measure_in_turns(ways, log))
+    print(compare_losses(plain, fast), compare_losses(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
-    assert 5 * gap(plain, fast)["mean_50"] < gap(plain, higher)["mean_50"]
+    assert 5 * compare_losses(plain, fast)["mean_50"] < compare_losses(plain, higher)["mean_50"]

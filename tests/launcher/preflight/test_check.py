@@ -130,10 +130,10 @@ def test_a_malformed_dict_of_prefixes(corpus: Path) -> None:
 
 
 def test_a_gpu_recipe_without_a_gpu(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_facts, "cards", machine_facts.Cards)
+    monkeypatch.setattr(machine_facts, "query_gpus", machine_facts.Gpus)
     assert "--recipe qwen25_tiny" in _only(_check(corpus, accelerator="gpu"))
-    card = machine_facts.Card(0, "card", 80 * 10**9, 80 * 10**9, "0", 0)
-    monkeypatch.setattr(machine_facts, "cards", lambda: machine_facts.Cards(visible=(card,)))
+    card = machine_facts.Gpu(0, "card", 80 * 10**9, 80 * 10**9, "0", 0)
+    monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(visible=(card,)))
     assert "trainer.devices=1" in _only(_check(corpus, accelerator="gpu", devices=2, global_batch_size=16))
 
 

@@ -83,7 +83,7 @@ def test_a_taken_port_is_refused_with_one_that_is_free() -> None:
 
 
 def test_a_hidden_second_gpu_is_told_with_the_set_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "cards", lambda: facts.Cards(visible=(_card(0, 79),)))
+    monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(visible=(_card(0, 79),)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     findings = [one for one in preflight.check(_plan(devices=2), RunDir("x"), data=False) if one.fatal]
     assert ["--env dual" in str(one.problem) for one in findings] == [True]
