@@ -153,11 +153,11 @@ def resume(
     dryrun: Annotated[bool, typer.Option("--dryrun", help="Check and print the configuration; train nothing.")] = False,
 ) -> None:
     """Continue a run from its newest complete checkpoint, as it was started, with the changes given."""
-    from common.rundir import RUNS, RunDir
+    from common.rundir import find_run
     from common.spec import RunSpec
     from launcher.launch import launch
 
-    folder = RunDir.at(run) if "/" in run else RunDir.at(RUNS / run)
+    folder = find_run(run)
     spec = RunSpec(
         recipe=folder.spec().recipe,
         executor=executor,
