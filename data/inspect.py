@@ -49,7 +49,8 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
     path = Path(dir_or_prefix)
     manifest = load_manifest(path) if path.is_dir() else None
     if manifest is None and not Path(f"{path}.idx").exists() and not Path(f"{path}.bin").exists():
-        raise_for_extension(path)
+        if path.suffix in (".bin", ".idx"):
+            raise check_prefix(path)[0]
         raise UserError(
             f"{path} is no corpus",
             expected=f"a folder with {FILE_NAME}, or a prefix with {path.name}.bin and {path.name}.idx",
@@ -68,12 +69,6 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
         return
     for pair in pairs:
         _print_samples(console, pair, decoder, samples)
-
-
-def raise_for_extension(path: Path) -> None:
-    """Raise a PreflightError for a path that ends in .bin or .idx."""
-    if path.suffix in (".bin", ".idx"):
-        raise check_prefix(path)[0]
 
 
 def open_pair(prefix: Path) -> Pair:
