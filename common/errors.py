@@ -76,3 +76,7 @@ class PreflightError(ProjectError):
 
 class GateError(ProjectError):
     """A check during training failed: the run would train something other than the recipe says (exit code 1)."""
+
+
+class DiagnosedError(ProjectError):
+    """A library's error during a run, replaced by its known cause; the traceback is in the rank's log (exit code 1)."""

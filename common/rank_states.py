@@ -7,10 +7,13 @@ import logging
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
+from common.files import write_atomic
+from common.json_files import read_json_object
+from common.run_status import Heartbeat
 
 log = logging.getLogger("launch")
 RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
@@ -23,7 +26,8 @@ class RankState:
     Args:
         state: running (also of a rank that was killed), done, interrupted or failed.
         error: the full error text of a failed rank.
-        time: Unix time of the record in seconds.
+        time: Unix time of the record in seconds; of a running rank the time of its newest heartbeat
+        phase, step, step_time: as in common/run_status.py; step_time is 0 before the first step.
     """
 
     rank: int
@@ -33,18 +37,25 @@ class RankState:
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     time: float = field(default_factory=time.time)
+    phase: str = ""
+    step: int = 0
+    step_time: float = 0.0
 
     def write(self, logs: Path) -> None:
         """Write logs/rank-R.json in one step."""
-        path = logs / f"rank-{self.rank}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(self)) + "\n")
-        part.replace(path)
+        write_atomic(logs / f"rank-{self.rank}.json", json.dumps(asdict(self)) + "\n", sync=self.state != RUNNING)
+
+    def heartbeat(self) -> Heartbeat:
+        """The same for status.json: the phase of a running rank, the state of an ended one."""
+        phase = self.phase if self.state == RUNNING and self.phase else self.state
+        return Heartbeat(self.rank, self.host, phase, self.step, self.time, self.step_time)
 
 
 def read(logs: Path) -> list[RankState]:
     """The states of all ranks that have recorded one, in the order of their ranks."""
-    found = [RankState(**json.loads(path.read_text())) for path in logs.glob("rank-*.json")]
+    names = {field.name for field in fields(RankState)}
+    rows = [read_json_object(path) for path in logs.glob("rank-*.json")]
+    found = [RankState(**{k: v for k, v in row.items() if k in names}) for row in rows if row and "rank" in row]
     return sorted(found, key=lambda state: state.rank)
 
 

@@ -2,7 +2,7 @@
 
 by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
-during the run: gates.json step0.json metrics.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
+during the run: gates.json step0.json metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
 after it: export.json report.html
 """
 
@@ -43,6 +43,7 @@ class RunDir:
         self.export = self.path / "export.json"
         self.blend = self.path / "blend.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.status = self.path / "status.json"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tb"
         self.checkpoints = self.path / "checkpoints"
@@ -55,6 +56,10 @@ class RunDir:
     @property
     def attempts(self) -> list[Path]:
         return sorted(self.logs.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+
+    def system_samples(self, node: int = 0) -> Path:
+        """The samples of one node: system.jsonl of the first node, system-1.jsonl of the next, and so on."""
+        return self.path / ("system.jsonl" if node == 0 else f"system-{node}.jsonl")
 
     def attempt(self, number: int) -> Path:
         """The log folder of the attempt with this number, from 1."""

@@ -21,6 +21,8 @@ from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table, executors, run_file
 from launcher.executors import Job
+from launcher.launcher_log import LauncherLog, keep_launcher_log
+from launcher.outcome import ExplainFailure, submit_and_record
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("launch")
 
 
-def launch(spec: RunSpec) -> int:
+def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
     """Do what the spec says.
+
+    Args:
+        explain_failure: reads the run directory of a failed run and says why it failed (watch/diagnose.py).
 
     Returns:
         the exit code: 0, 3 after a failed preflight, 130 after Ctrl-C, the first failing rank's own.
@@ -45,8 +50,8 @@ def launch(spec: RunSpec) -> int:
     """
     logs.log_to_console()
     folder = rundir.choose(spec, Path(spec.runs))
-    with _removed_after_dry_run(spec, folder):
-        return _launch(spec, folder)
+    with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
+        return _launch(spec, folder, launcher_log, explain_failure)
 
 
 @contextlib.contextmanager
@@ -61,7 +66,7 @@ def _removed_after_dry_run(spec: RunSpec, folder: RunDir) -> Iterator[None]:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _launch(spec: RunSpec, folder: RunDir) -> int:
+def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_failure: ExplainFailure | None) -> int:
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
@@ -87,7 +92,9 @@ def _launch(spec: RunSpec, folder: RunDir) -> int:
         if spec.dryrun:
             _draw_learning_rate(built.partial, folder)
             stdout.write(text)
-    code = submit(_job(resolved, built, folder, settings, cluster))
+    job = _job(resolved, built, folder, settings, cluster)
+    launcher_log.path = job.logs / "launcher.log"
+    code = submit_and_record(submit, job, explain_failure)
     return code if fit_to_start else EXIT_PREFLIGHT
 
 

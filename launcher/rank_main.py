@@ -11,19 +11,21 @@ import signal
 import sys
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 
-from common import logs, rank_states
+from common import logs, rank_states, run_status
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.files import write_atomic
+from common.rank_states import RankState
 from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
+from training import heartbeat
 from training import sigterm as shield
 from training.distributed import rank_env as place
 from training.distributed.rank_env import Place
+from training.system_samples import SystemSampler
 
 log = logging.getLogger("launch")
 
@@ -48,7 +50,7 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
     spec = resolved.spec
     attempt = folder.attempt(spec.attempt)
     logs.log_to_file(attempt, where.rank)
-    with _last_word(attempt, where.rank):
+    with _last_word(folder, resolved, where):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
         if not trains_here:
             resolved = _fit_batch(resolved, folder, where)
@@ -58,6 +60,7 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
             built = build.build(resolved, folder, adapt_to_machine=True)
             for line in built.lines:
                 log.log(logging.DEBUG if trains_here else logging.INFO, "%s", line)
+        heartbeat.enter_phase(run_status.LOADING)
         _start_or_resume(built, folder, where)
         if where.rank == 0:
             write_atomic(folder.config, build.to_yaml(built.partial))
@@ -113,7 +116,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
     attempt = folder.attempt(spec.attempt)
 
     def last_word(text: str) -> None:
-        rank_states.RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text).write(attempt)
+        heartbeat.end(RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text), attempt)
 
     ranks.declare(build.to_yaml(built.partial), data_records.manifests(built.partial))
     try:
@@ -132,7 +135,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
         log.info("logs:       %s", attempt)
         log.info("metrics:    %s", folder.metrics)
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
-    rank_states.RankState(rank=where.rank, state=rank_states.DONE).write(attempt)
+    heartbeat.end(RankState(rank=where.rank, state=rank_states.DONE), attempt)
     _wait_for_all()
     return 0
 
@@ -141,8 +144,8 @@ def _stopped(folder: RunDir, spec: RunSpec, where: Place, *, together: bool) -> 
     if where.rank == 0:
         what = f"resume with: {spec.resume_command}" if folder.whole_checkpoints() else "there is no checkpoint yet"
         log.warning("stopped by Ctrl-C; %s", what)
-    state = rank_states.RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
-    state.write(folder.attempt(spec.attempt))
+    state = RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
+    heartbeat.end(state, folder.attempt(spec.attempt))
     if together:
         _wait_for_all()
     return EXIT_INTERRUPTED
@@ -157,20 +160,33 @@ def _wait_for_all() -> None:
 
 
 @contextlib.contextmanager
-def _last_word(attempt: Path, rank: int) -> Iterator[None]:
-    """Keep what becomes of this rank where its launcher finds it."""
-    rank_states.RankState(rank=rank).write(attempt)
+def _last_word(folder: RunDir, resolved: Resolved, where: Place) -> Iterator[None]:
+    """Start this rank's heartbeat, and the samples of its node; keep how the rank ended where its launcher finds it."""
+    spec, attempt = resolved.spec, folder.attempt(resolved.spec.attempt)
+    status = run_status.RunStatus(
+        phase=run_status.IMPORTING,
+        executor=spec.executor or "",
+        attempt=spec.attempt,
+        world_size=where.world_size,
+        max_steps=resolved.plan.max_steps,
+    )
+    heartbeat.start(folder, where.rank, status)
+    samples = SystemSampler(folder, spec.attempt, where.rank // where.local_world_size)
+    if where.local_rank == 0:
+        samples.start()
     try:
         yield
     except KeyboardInterrupt:
-        rank_states.RankState(rank=rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED).write(attempt)
+        heartbeat.end(RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED), attempt)
         raise
     except (Exception, SystemExit) as error:
         code = error.exit_code if isinstance(error, ProjectError) else EXIT_RUN
         text = error.explain() if isinstance(error, ProjectError) else traceback.format_exc()
         logging.getLogger("rank").info("failed:\n%s", text)
-        rank_states.RankState(rank=rank, state=rank_states.FAILED, exit_code=code, error=text).write(attempt)
+        heartbeat.end(RankState(rank=where.rank, state=rank_states.FAILED, exit_code=code, error=text), attempt)
         raise
+    finally:
+        samples.stop()
 
 
 def _join(folder: RunDir) -> tuple[Resolved, Place]:

@@ -13,6 +13,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 from training import compat, cpu
 from training.interrupt import Interrupted, StopOnInterrupt
 from training.speed import Speed
+from training.status_callback import StatusCallback
 from training.validation import DomainValidation
 
 
@@ -34,6 +35,7 @@ def pretrain(
     """
     compat.apply()
     trainer.callbacks.insert(0, DomainValidation.instead_of_lightnings(trainer))
+    trainer.callbacks.append(StatusCallback())
     if speed is not None:
         speed.before_build(model)
         trainer.callbacks.append(speed)

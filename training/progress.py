@@ -15,6 +15,7 @@ import torch
 from common.rundir import RunDir
 from data.module import TRAINING_TOKENS
 from training import global_totals as whole
+from training import heartbeat
 from training.async_read import Later
 
 log = logging.getLogger("launch")
@@ -174,6 +175,7 @@ class Progress(pl.Callback):
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the run's metrics.jsonl."""
+        heartbeat.record_metrics(row)
         if self.run is not None:
             with self.run.metrics.open("a") as stream:
                 stream.write(json.dumps(row) + "\n")

@@ -13,8 +13,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from common.run_status import VALIDATING
 from data.module import data_step
 from training import global_totals as whole
+from training import heartbeat
 from training.checkpoints import StepCheckpoint
 from training.progress import PAUSE, Progress
 
@@ -55,6 +57,7 @@ class DomainValidation(pl.Callback):
             self._validate(trainer, pl_module)
 
     def _validate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        heartbeat.enter_phase(VALIDATING)
         for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
             progress.tell(trainer)
         if torch.cuda.is_available():

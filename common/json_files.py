@@ -1,0 +1,51 @@
+"""Reading JSON files that another process may be writing, or that a crash may have cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if the file is absent, unreadable, cut off, or holds something else."""
+    try:
+        value = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
+    """The JSON objects of a file with one object per line; lines that are cut off or hold something else are left out.
+
+    Args:
+        last_bytes: read only this much from the end of the file, without the line that is cut there.
+    """
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            start = max(0, size - last_bytes) if last_bytes is not None else 0
+            stream.seek(start)
+            lines = stream.read().split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines[1:] if start else lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON list in a file; none if the file is absent, unreadable, or holds something else."""
+    try:
+        value = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return []
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []

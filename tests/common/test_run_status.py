@@ -1,0 +1,102 @@
+"""status.json survives missing keys, keys of later versions, and readers that come while it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from common import run_status
+from common.files import write_atomic
+from common.json_files import read_json_lines, read_json_object
+from common.rank_states import RankState, read
+from common.run_status import Ending, Heartbeat, RunStatus, read_status
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    status = RunStatus(
+        phase=run_status.FAILED,
+        attempt=2,
+        world_size=2,
+        step=40,
+        max_steps=200,
+        loss=2.5,
+        step_seconds=0.5,
+        ranks=(Heartbeat(rank=0, host="a", step=40, time=5.0), Heartbeat(rank=1, host="b", step=39, time=4.0)),
+        ending=Ending(exit_code=1, rank=1, signal="SIGKILL", cause="host_oom", can_retry=True),
+    )
+    status.write(tmp_path / "status.json")
+    assert read_status(tmp_path / "status.json") == status
+    assert list(tmp_path.iterdir()) == [tmp_path / "status.json"]
+
+
+def test_other_versions() -> None:
+    row = {"phase": "training", "step": 3, "planet": "mars", "ranks": [{"rank": 1, "mood": "good"}, {}, 7], "ending": 5}
+    status = RunStatus.from_row(row)
+    assert (status.phase, status.step, status.ranks, status.ending) == ("training", 3, (Heartbeat(rank=1),), None)
+
+
+def test_a_loss_that_is_no_number_is_valid_json() -> None:
+    text = RunStatus(loss=math.nan).to_json()
+    assert json.loads(text, parse_constant=lambda name: pytest.fail(name))["loss"] is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "{'a': 1}"])
+def test_broken_files_are_no_status(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert read_status(tmp_path / "status.json") is None
+    assert read_json_object(tmp_path / "absent") is None
+
+
+def test_eta_and_silence() -> None:
+    status = RunStatus(phase=run_status.TRAINING, step=40, max_steps=100, step_seconds=2.0, updated=1000.0)
+    assert status.eta_seconds == 120.0
+    assert status.state(1030.0) == run_status.TRAINING
+    assert status.state(1000.0 + run_status.SILENT_AFTER_S + 1) == run_status.SILENT
+    assert RunStatus(phase=run_status.DONE, updated=0.0).state(1e9) == run_status.DONE
+
+
+def test_a_run_that_is_starting_may_wait_in_a_queue() -> None:
+    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "updated": 0.0}
+    assert RunStatus(executor="slurm", **gone).state(1e9) == run_status.STARTING
+    assert RunStatus(executor="local", **gone).state(1e9) == run_status.SILENT
+    assert RunStatus(executor="local", pid=os.getpid(), updated=0.0).state(1e9) == run_status.STARTING
+    assert RunStatus(executor="local", host="elsewhere", pid=2**22 + 1).state(1e9) == run_status.STARTING
+
+
+def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
+    path, done = tmp_path / "x.json", threading.Event()
+    write_atomic(path, json.dumps({"n": [0] * 10000}))
+
+    def write() -> None:
+        for number in range(200):
+            write_atomic(path, json.dumps({"n": [number] * 10000}))
+        done.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    while not done.is_set():
+        assert read_json_object(path) is not None
+    thread.join()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_last_lines_of_a_growing_file(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(100)) + '{"step": 1')
+    assert [row["step"] for row in read_json_lines(path)] == list(range(100))
+    tail = [row["step"] for row in read_json_lines(path, last_bytes=60)]
+    assert tail == list(range(100 - len(tail), 100)) and 2 < len(tail) < 8
+    assert read_json_lines(tmp_path / "absent") == []
+
+
+def test_rank_files_of_other_versions(tmp_path: Path) -> None:
+    RankState(rank=1, step=7).write(tmp_path)
+    (tmp_path / "rank-0.json").write_text('{"rank": 0, "state": "done", "new": 1}')
+    (tmp_path / "rank-2.json").write_text('{"rank": 2, "st')
+    assert [(state.rank, state.step) for state in read(tmp_path)] == [(0, 0), (1, 7)]
