@@ -17,7 +17,8 @@ from data.prepare.request import PrepareRequest
 from launcher.command_help import GroupedHelp
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-BEFORE, TRAIN, AFTERWARDS, MACHINE = "Before training", "Train", "Afterwards", "This machine"
+BEFORE, TRAIN, WATCH, AFTERWARDS = "Before training", "Train", "While it runs", "Afterwards"
+MACHINE = "This machine"
 
 app = typer.Typer(
     cls=GroupedHelp,
@@ -123,6 +124,7 @@ def train(
     from launcher import run_file
     from launcher.launch import launch
     from launcher.run_length import with_length
+    from watch.diagnose import explain_failure
 
     given: dict[str, str | bool | None] = {
         "recipe": recipe,
@@ -136,7 +138,7 @@ def train(
     given |= {"resume": resume or None, "dryrun": dryrun or None, "write": write or None}
     described = run_file.load(config) if config is not None else RunSpec(recipe="")
     spec = run_file.merge(described, given, tuple(_rank_words(devices, nodes) + (overrides or [])))
-    raise typer.Exit(launch(with_length(spec, tokens, epochs, tokens_per_step)))
+    raise typer.Exit(launch(with_length(spec, tokens, epochs, tokens_per_step), explain_failure))
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -156,6 +158,7 @@ def resume(
     from common.rundir import find_run
     from common.spec import RunSpec
     from launcher.launch import launch
+    from watch.diagnose import explain_failure
 
     folder = find_run(run)
     spec = RunSpec(
@@ -169,7 +172,7 @@ def resume(
         dryrun=dryrun,
         overrides=tuple(_rank_words(devices, nodes) + (overrides or [])),
     )
-    raise typer.Exit(launch(spec))
+    raise typer.Exit(launch(spec, explain_failure))
 
 
 def _rank_words(devices: int | None, nodes: int | None) -> list[str]:
@@ -258,6 +261,47 @@ def verify(
 
     _console()
     raise typer.Exit(0 if compare(left, right, num_tokens=tokens).ok else 1)
+
+
+@app.command(rich_help_panel=WATCH)
+def monitor(
+    run: Annotated[
+        Optional[str], typer.Argument(metavar="[RUN]", help="NAME or runs/NAME; default: the newest.")
+    ] = None,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 5.0,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object per look, for other programs.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, print, and end.")] = False,
+) -> None:
+    """Show how a run goes: progress, loss, rates, GPUs, ranks, warnings."""
+    from common.rundir import find_run
+    from watch.monitor import monitor as show
+    from watch.records import newest_run
+
+    show(find_run(run) if run else newest_run(), interval_s=interval, as_json=json, once=once)
+
+
+@app.command(name="list", rich_help_panel=WATCH)
+def list_(
+    run: Annotated[Optional[str], typer.Argument(metavar="[RUN]", help="Show the checkpoints of this run.")] = None,
+) -> None:
+    """List the runs, newest first, or the checkpoints of one run."""
+    from common.rundir import find_run
+    from watch.monitor import checkpoints_table, output_console, runs_table
+
+    output_console().print(checkpoints_table(find_run(run)) if run else runs_table())
+
+
+@app.command(rich_help_panel=WATCH)
+def diagnose(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run: NAME or runs/NAME.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+) -> None:
+    """Say why a run failed or hangs: cause, evidence, what to do, whether a retry can help."""
+    from common.rundir import find_run
+    from watch.diagnose import diagnose as look
+
+    found = look(find_run(run))
+    print(found.to_json() if json else found.to_text())
 
 
 @app.command(rich_help_panel=AFTERWARDS)

@@ -17,6 +17,8 @@ from watch.records import Records, list_runs, read_records
 from watch.snapshot import Snapshot, take_snapshot
 
 _LEAST_INTERVAL_S = 0.2
+_PLAIN_WIDTH = 140
+_LONGEST_REASON = 60
 
 
 def monitor(run: RunDir, *, interval_s: float = 5.0, as_json: bool = False, once: bool = False) -> None:
@@ -37,7 +39,7 @@ def monitor(run: RunDir, *, interval_s: float = 5.0, as_json: bool = False, once
             found=f"{interval_s:g}",
             do="--interval 5",
         )
-    console = Console()
+    console = output_console()
     snapshot = take_snapshot(run, time.time())
     if as_json:
         _print_json(run, snapshot, interval_s, once)
@@ -45,6 +47,12 @@ def monitor(run: RunDir, *, interval_s: float = 5.0, as_json: bool = False, once
         console.print(page(snapshot))
     else:
         _show_live(run, snapshot, interval_s, console)
+
+
+def output_console() -> Console:
+    """Standard output; where it is no terminal, wide enough for a line of a log."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
 def _print_json(run: RunDir, snapshot: Snapshot, interval_s: float, once: bool) -> None:
@@ -75,7 +83,7 @@ def runs_table(root: Path = RUNS) -> Table:
     for run in list_runs(root):
         records = read_records(run)
         status, loss = records.status, _newest_loss(records)
-        why = f": {status.ending.summary}" if status.ending and status.ending.summary else ""
+        why = f": {_shorten(status.ending.summary)}" if status.ending and status.ending.summary else ""
         table.add_row(
             run.name,
             status.state(now) + why,
@@ -85,6 +93,10 @@ def runs_table(root: Path = RUNS) -> Table:
             f"{duration(now - status.updated)} ago" if status.updated else "",
         )
     return table
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else text[: _LONGEST_REASON - 3] + "..."
 
 
 def _newest_loss(records: Records) -> float | None:

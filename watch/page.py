@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ _COLOURS = {
     run_status.SILENT: "red",
     run_status.INTERRUPTED: "yellow",
 }
+_BAR_WIDTH = 30
 _MOST_RANKS = 8  # shown one by one
 
 
@@ -50,15 +50,14 @@ def _head(snapshot: Snapshot) -> Text:
     return Text.assemble((str(snapshot.records.run.path), "bold"), "  ", state, (where, "dim"))
 
 
-def _progress(snapshot: Snapshot) -> Table:
+def _progress(snapshot: Snapshot) -> Text:
     status = snapshot.records.status
-    row = Table.grid(padding=(0, 1))
-    share = status.step / status.max_steps if status.max_steps else 0.0
+    share = min(1.0, status.step / status.max_steps) if status.max_steps else 0.0
+    full = int(share * _BAR_WIDTH)
     text = f"step {status.step:,} of {status.max_steps:,}"
     if status.eta_seconds is not None:
         text += f", {duration(status.eta_seconds)} to go"
-    row.add_row("          ", ProgressBar(total=1.0, completed=min(1.0, share), width=30), f"{share:4.0%}  {text}")
-    return row
+    return Text.assemble(" " * 12, ("█" * full, "green"), ("░" * (_BAR_WIDTH - full), "dim"), f"{share:5.0%}  {text}")
 
 
 def _rates(snapshot: Snapshot) -> Iterator[Text]:

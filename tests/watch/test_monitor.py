@@ -1,0 +1,236 @@
+"""The monitor's page and its JSON, and the list of runs, on run directories in every state."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from common import run_status
+from common.errors import UserError
+from common.rank_states import RankState
+from common.run_status import Ending
+from common.rundir import RunDir
+from tests.watch.conftest import START, write_rows
+from watch.monitor import checkpoints_table, monitor, runs_table
+from watch.page import duration, page, sparkline
+from watch.records import list_runs, newest_run, read_records
+from watch.snapshot import take_snapshot
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = Path(__file__).parent / "logs"
+Make = Callable[..., RunDir]
+
+
+def _text(renderable: Any) -> str:
+    console = Console(file=io.StringIO(), width=110)
+    console.print(renderable)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def running(make_run: Make) -> RunDir:
+    """Two ranks in step 41 of 200, one of them a step behind, one GPU too hot."""
+    rates = {"loss": 3.1, "lr": 3e-4, "step_seconds": 0.4, "tokens_per_second": 5200.0}
+    run = make_run(step=41, checkpoint="step-20", checkpoint_time=START + 10, **rates)
+    for rank, step in ((0, 41), (1, 38)):
+        beat = {"host": "node-a", "phase": "training", "step": step, "step_time": START + 58}
+        RankState(rank=rank, time=START + 59, **beat).write(run.attempt(1))
+    rows = [json.loads(line) for line in (LOGS / "slow.metrics.jsonl").read_text().splitlines()]
+    write_rows(run.metrics, [*rows[:-1], {"step": 40, "val_loss": 3.05, "validation": {}}])
+    shutil.copy(LOGS / "thermal_throttling.system.jsonl", run.system_samples())
+    return run
+
+
+def test_the_page_of_a_running_run(running: RunDir) -> None:
+    text = _text(page(take_snapshot(running, START + 60)))
+    for part in (
+        "training  attempt 1, local, 2 ranks",
+        "20%  step 41 of 200, 1 min 03 s to go",
+        "lr 3.00e-04",
+        "3.0500 in step 40",
+        "5,200 tokens/s, 0.400 s per step, 100% of this run's median",
+        "node-a:1",
+        "61.2/79.7",
+        "software thermal slowdown",
+        "2 of 2, in steps 38 to 41",
+        "rank 1 on node-a: training, step 38, last sign of life 1 s ago",
+        "step-20, 50 s old",
+        "! GPU 1 of node-a is slowed down",
+    ):
+        assert part in text, part
+    assert "rank 0 on" not in text
+
+
+def test_the_page_of_a_failed_run(make_run: Make) -> None:
+    ending = Ending(exit_code=1, rank=1, cause="disk_full", summary="the disk is full", advice="make room")
+    text = _text(page(take_snapshot(make_run(phase=run_status.FAILED, ending=ending), START + 999)))
+    assert "failed" in text and "the disk is full" in text and "do this: make room" in text
+    assert "to go" not in text
+
+
+def test_a_silent_run_is_not_shown_as_training(make_run: Make) -> None:
+    run = make_run()
+    RankState(rank=0, host="node-a", phase="training", step=40, time=START + 60).write(run.attempt(1))
+    snapshot = take_snapshot(run, START + 3660)
+    assert snapshot.state == run_status.SILENT
+    assert any("no rank has given a sign of life for 60 min" in sign.text for sign in snapshot.signs)
+
+
+def test_a_run_without_new_checkpoints_is_warned_of(make_run: Make) -> None:
+    run = make_run(recipe="qwen25_tiny", step=650, max_steps=800, checkpoint="step-200", checkpoint_time=START)
+    (sign,) = take_snapshot(run, START + 60).signs
+    assert (sign.name, sign.fatal) == ("no_checkpoint", False)
+    assert "of step 200, in step 650" in sign.text
+
+
+def test_json_for_other_programs(running: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(running.metrics, [{"step": 41, "loss": math.nan, "lr": 1e-3, "grad_norm": math.nan, "time": START + 1}])
+    monitor(running, as_json=True, once=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    row = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (row["step"], row["max_steps"], row["checkpoint"], row["grad_norm"]) == (41, 200, "step-20", None)
+    assert [rank["step"] for rank in row["ranks"]] == [41, 38]
+    assert row["nodes"][0]["gpus"][1]["temperature_c"] == 87
+    assert any("not a finite number" in text for text in row["warnings"])
+
+
+def test_json_goes_on_until_the_run_ends(
+    make_run: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, looks = make_run(), []
+
+    def end_after_two(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            make_run(phase=run_status.DONE)
+
+    monkeypatch.setattr("watch.monitor.time.sleep", end_after_two)
+    monitor(run, interval_s=7.0, as_json=True)
+    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert len(states) == 3 and states[-1] == "done"
+    assert looks == [7.0, 7.0]
+
+
+def test_an_interval_of_nothing_is_refused(make_run: Make) -> None:
+    with pytest.raises(UserError):
+        monitor(make_run(), interval_s=0.0)
+
+
+def test_vccl_telemetry_is_shown_where_the_set_writes_it(make_run: Make, tmp_path: Path) -> None:
+    run, folder = make_run(), tmp_path / "telemetry"
+    folder.mkdir()
+    (folder / "flow_0.log").write_text("first\nGB/s 41.2\n")
+    run.env.write_text(json.dumps([{"key": "NCCL_TELEMETRY_LOG_PATH", "value": str(folder)}]))
+    assert take_snapshot(run, START).to_row()["telemetry"] == ["flow_0.log: GB/s 41.2"]
+
+
+def test_rows_of_an_abandoned_attempt_do_not_count(make_run: Make) -> None:
+    run = make_run()
+    write_rows(
+        run.metrics,
+        [
+            {"step": 10, "loss": 3.0},
+            {"step": 20, "loss": 9.9},
+            {"step": 20, "val_loss": 9.9},
+            {"step": 15, "loss": 2.9},
+            {"step": 15, "val_loss": 2.8},
+        ],
+    )
+    records = read_records(run)
+    assert [(row["step"], row["loss"]) for row in records.training] == [(10, 3.0), (15, 2.9)]
+    assert [row["step"] for row in records.validation] == [15]
+
+
+def test_runs_from_before_the_status_file(make_run: Make) -> None:
+    run = make_run()
+    run.status.unlink()
+    RankState(rank=0, state="done", time=START).write(run.attempt(1))
+    write_rows(run.metrics, [{"step": 200, "loss": 2.5, "time": START}])
+    records = read_records(run)
+    assert (records.status.phase, records.status.step, records.status.loss) == ("done", 200, 2.5)
+
+
+def test_list_newest_first(make_run: Make, tmp_path: Path) -> None:
+    ending = Ending(exit_code=1, summary="GPU memory ran out")
+    for age, (name, phase) in enumerate((("new", "training"), ("old", "failed"), ("oldest", "done"))):
+        run = make_run(name, phase=phase, loss=2.5 + age, ending=ending if phase == "failed" else None)
+        for path in (run.status, run.logs, run.path):
+            os.utime(path, (START - age * 1000, START - age * 1000))
+    (tmp_path / "runs" / "dry-run-only").mkdir()
+    (tmp_path / "runs" / "a file").write_text("")
+    assert [run.name for run in list_runs(tmp_path / "runs")] == ["new", "old", "oldest"]
+    assert newest_run(tmp_path / "runs").name == "new"
+    lines = _text(runs_table(tmp_path / "runs")).splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "new", "old", "oldest"]
+    assert "failed: GPU memory ran out" in lines[2] and "40/200" in lines[2] and "3.5000" in lines[2]
+
+
+def test_no_runs_at_all(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run yet"):
+        newest_run(tmp_path / "runs")
+
+
+def test_checkpoints_of_a_run(make_run: Make) -> None:
+    run = make_run()
+    for name in ("step-20", "step-40", "unfinished-step-60-after-attempt-1"):
+        weights = run.checkpoints / name / "weights"
+        weights.mkdir(parents=True)
+        (weights / "metadata.json").write_text("{}")
+    (run.checkpoints / "step-40-unfinished").write_text("")
+    write_rows(run.metrics, [{"step": 20, "val_loss": 3.25, "validation": {}}])
+    rows = {line.split()[0]: line.split()[1:] for line in _text(checkpoints_table(run)).splitlines()}
+    assert rows["step-20"][:2] == ["yes", "3.2500"]
+    assert rows["step-40"][0] == rows["unfinished-step-60-after-attempt-1"][0] == "no"
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"), [([1, 2, 3], "▁▄█"), ([2, 2], "▁▁"), ([1, math.nan, 3], "▁x█"), ([], ""), ([math.inf], "x")]
+)
+def test_sparkline(values: list[float], bars: str) -> None:
+    assert sparkline(values) == bars
+    assert len(sparkline([float(n) for n in range(1000)])) <= 40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5, "5 s"), (65, "1 min 05 s"), (7300, "2 h 1 min"), (90000, "1 d 1 h"), (-3, "0 s")]
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_commands_need_no_torch_and_are_quick(running: RunDir) -> None:
+    """What a person types on a machine that only shares the folder."""
+    for words in (
+        ["monitor", "mine", "--once"],
+        ["monitor"],
+        ["list"],
+        ["list", "mine"],
+        ["diagnose", "mine", "--json"],
+    ):
+        code = (
+            "import sys, launch; code = launch._run(sys.argv[1:]);"
+            "heavy = {'torch', 'nemo', 'nemo_run', 'transformers'} & set(sys.modules); sys.exit(9 if heavy else code)"
+        )
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            cwd=running.path.parents[1],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert "mine" in done.stdout or "checkpoint" in done.stdout
+        assert time.perf_counter() - start < 20
