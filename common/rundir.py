@@ -189,7 +189,7 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     """The run directory that `spec` means.
 
     Raises:
-        UserError: a name that is a path, an explicit name in use, or --resume where nothing can be resumed.
+        UserError: a name that is a path, an explicit name in use, or --resume of a run that does not exist.
     """
     name = spec.name or spec.recipe.rpartition(":")[2]  # FILE.py:function takes the function's name
     if Path(name).parent == root:  # runs/NAME means NAME
@@ -199,11 +199,13 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
             f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
         )
     taken = [root / name] if spec.name else _numbered(name, root)
+    run = RunDir(taken[-1].name if spec.resume and taken else name, root)
     if spec.resume:
         if spec.name:
             find_run(name, root)
-        return _resumable(RunDir(taken[-1].name if taken else name, root))
-    run = RunDir(name, root)
+        if not run.path.exists():
+            check_resumable(run)
+        return run
     if run.used and spec.name:
         raise UserError(
             f"{run.path} holds a run already",
@@ -231,7 +233,12 @@ def _numbered(name: str, root: Path) -> list[Path]:
     )
 
 
-def _resumable(run: RunDir) -> RunDir:
+def check_resumable(run: RunDir) -> None:
+    """Check that the run has a complete checkpoint; to be called where its checkpoints are.
+
+    Raises:
+        UserError: it has none.
+    """
     if not run.whole_checkpoints():
         raise UserError(
             f"nothing to resume in {run.path}",
@@ -239,4 +246,3 @@ def _resumable(run: RunDir) -> RunDir:
             found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
             do="name another run with --name, or start a new one without --resume",
         )
-    return run

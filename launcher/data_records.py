@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.files import write_atomic
 from common.rundir import RunDir
 from data.manifest import FILE_NAME
 from data.resolve_blend import resolve_run_blend
@@ -44,12 +45,5 @@ def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
         trained, _ = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
         for line in trained.table():
             log.info("blend: %s", line)
-        _replace(folder.blend, trained.to_json())
-    _replace(folder.data, json.dumps(manifests(partial)) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write the file in one step: other ranks may be reading it."""
-    part = path.with_suffix(".json.tmp")
-    part.write_text(text)
-    part.replace(path)
+        write_atomic(folder.blend, trained.to_json())
+    write_atomic(folder.data, json.dumps(manifests(partial)) + "\n")

@@ -57,6 +57,15 @@ def trains_here(name: str | None) -> bool:
     return name is None or EXECUTORS[name].trains_here
 
 
+def shares_run_folder(name: str | None, cluster: Cluster | None) -> bool:
+    """Whether the launcher sees the run directory that the ranks write: logs, metrics and checkpoints.
+
+    It does on this machine, in a container (which mounts the checkout) and on a Slurm cluster's nodes; not behind ssh
+    and not in Kubernetes.
+    """
+    return name != "k8s" and (cluster is None or cluster.tunnel.kind == "local" or trains_here(name))
+
+
 def shares_files(name: str | None, cluster: Cluster | None) -> bool:
     """Whether a path means the same file to the launcher and to the ranks.
 

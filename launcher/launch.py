@@ -71,11 +71,15 @@ def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_fa
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
     cluster = _load_cluster(resolved.spec)
+    sees_run = executor_table.shares_run_folder(executor, cluster)
+    if spec.resume and sees_run:
+        rundir.check_resumable(folder)
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
     gpus = _known_gpus(resolved.plan, cluster, trains_here)
     resolved = batch_size.fit(resolved, folder, gpus, trains_elsewhere=not trains_here)
-    resolved = resolved.with_spec(name=folder.name, attempt=len(folder.attempts) + 1)
+    before = len(folder.attempts) if sees_run or not spec.resume else folder.spec().attempt
+    resolved = resolved.with_spec(name=folder.name, attempt=before + 1)
     _log_run(resolved, folder, settings)
     fit_to_start = _preflight(resolved.plan, folder, resolved.spec, cluster)
     if not fit_to_start and not spec.dryrun:
@@ -162,9 +166,9 @@ def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Settin
 def _load_cluster(spec: RunSpec) -> Cluster | None:
     if spec.cluster is None:
         return None
-    from launcher import cluster_file
+    from launcher.load_cluster import load_cluster
 
-    return cluster_file.load(Path(spec.cluster))
+    return load_cluster(spec.cluster)
 
 
 def _env_name(name: str, cluster: Cluster | None) -> str:

@@ -16,7 +16,7 @@ from common import logs, rank_states, run_status
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.files import write_atomic
 from common.rank_states import RankState
-from common.rundir import RunDir
+from common.rundir import RunDir, check_resumable
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table
 from recipes.plan import Plan
@@ -55,6 +55,8 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
     with _last_word(folder, resolved, where):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
         if not trains_here:
+            if spec.resume:
+                check_resumable(folder)
             resolved = _fit_batch(resolved, folder, where)
             if where.local_rank == 0:
                 _check(resolved.plan, folder)

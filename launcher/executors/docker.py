@@ -1,4 +1,4 @@
-"""`docker`: NeMo-Run's DockerExecutor with NVIDIA's flags, one container that runs all ranks of this machine.
+"""`docker`: one container that runs all ranks of this machine, through NeMo-Run's DockerExecutor with NVIDIA's flags.
 
 The same as `docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 -v $(pwd):/workspace
 -w /workspace IMAGE ...`.
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from common import rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
-from launcher.cluster_file import Cluster, plain_name
+from launcher.cluster_file import Cluster, check_job_name
 from launcher.executors import Job
-from launcher.executors.on_cluster import torchrun
+from launcher.executors.on_cluster import check_run_folder, torchrun_command
 
 if TYPE_CHECKING:
     from nemo_run.core.execution.docker import DockerContainer
@@ -25,37 +25,41 @@ if TYPE_CHECKING:
 log = logging.getLogger("launch")
 IMAGE = "nvcr.io/nvidia/nemo:25.04"
 WORKSPACE = "/workspace"
-_OWN = "/nemo_run"  # where NeMo-Run's own log goes, and our script lies
+_INSIDE = "/nemo_run"  # runs/NAME/docker in the container: our script, its exit code, and NeMo-Run's log
 
 
 def submit(job: Job) -> int:
-    """Start the container, show its lines, end with its exit code.
+    """Start the container and show its lines until it ends.
+
+    Returns:
+        0, or the exit code of the rank that failed first; 130 after Ctrl-C.
 
     Raises:
-        UserError: no Docker here, no such image, a container of this run that still runs, or a run of many nodes.
+        UserError: no Docker, no such image, a container of this run that is still there, or a run of several nodes.
     """
-    cluster = _checked(job)
+    cluster = _check_job(job)
     own = job.folder.path / "docker"
     own.mkdir(parents=True, exist_ok=True)
-    (own / "run.sh").write_text(script(job, cluster))
-    command = shlex.join(equivalent(job, cluster))
+    (own / "run.sh").write_text(container_script(job, cluster))
+    command = shlex.join(docker_run_command(job, cluster))
     (own / "command.txt").write_text(command + "\n")
     if job.dryrun:
         log.info("docker: would start\n%s", command)
         return 0
     (own / "exit_code").unlink(missing_ok=True)
-    client = _client()
-    _have(client, _image(cluster))
-    container = _start(client, _container(job, cluster), job)
+    client = _connect()
+    _pull_if_missing(client, _image(cluster))
+    container = _start_container(client, _container(job, cluster), job)
     log.info("started:   container %s, %d rank(s), image %s", container.name, job.devices, _image(cluster))
     log.info("logs:      %s (each rank), %s", job.logs, own / f"log_{container.name}.out")
-    log.info("cancel:    Ctrl-C saves and stops; docker rm -f %s", container.name)
+    log.info("cancel:    Ctrl-C saves and stops; docker rm -f %s stops at once", container.name)
     log.info("resume:    %s", job.resume_command)
-    return _follow(container, own, job)
+    return _follow_container(container, own, job)
 
 
-def _checked(job: Job) -> Cluster:
-    plain_name(job.folder.name)
+def _check_job(job: Job) -> Cluster:
+    check_job_name(job.folder.name)
+    check_run_folder(job.folder.path, in_checkout=True)
     if job.num_nodes > 1:
         raise UserError(
             "docker starts one container on this machine",
@@ -70,35 +74,36 @@ def _image(cluster: Cluster) -> str:
     return cluster.image or IMAGE
 
 
-def script(job: Job, cluster: Cluster) -> str:
-    """What runs in the container: NeMo-Run puts its command between double quotes, so it gets a file's name instead.
+def container_script(job: Job, cluster: Cluster) -> str:
+    """What runs in the container, as a file: NeMo-Run 0.4.0 puts a command between double quotes.
 
-    nemo_run 0.4.0 also ends with tee's exit code, not the command's: the script writes its own.
+    It also ends with the exit code of its tee instead of the command's: the script writes the command's to a file.
+    Tests: tests/launcher/executors/test_quoting.py and test_docker.py.
     """
-    command = shlex.join(torchrun(job, cluster.python or "python"))
+    command = shlex.join(torchrun_command(job, cluster.python or "python"))
     return "\n".join(
         [
             "#!/bin/bash",
             f"cd {WORKSPACE}",
             f"{command} &",
-            f"echo $! > {_OWN}/pid",
+            f"echo $! > {_INSIDE}/pid",
             "wait $!",
-            f"echo $? > {_OWN}/exit_code",
+            f"echo $? > {_INSIDE}/exit_code",
             "",
         ]
     )
 
 
-def _settings(job: Job, cluster: Cluster) -> dict[str, Any]:
-    here = str(Path.cwd())
-    if ":" in here:
+def _container_settings(job: Job, cluster: Cluster) -> dict[str, Any]:
+    checkout = str(Path.cwd())
+    if ":" in checkout:
         raise UserError(
             "this folder's name cannot be mounted",
             expected="a path without a colon",
-            found=repr(here),
+            found=repr(checkout),
             do="move the checkout",
         )
-    mounts = [f"{here}:{WORKSPACE}", f"{here}/{job.folder.path}/docker:{_OWN}", *cluster.mounts]
+    mounts = [f"{checkout}:{WORKSPACE}", f"{checkout}/{job.folder.path}/docker:{_INSIDE}", *cluster.mounts]
     return {
         "container_image": _image(cluster),
         "num_gpus": -1 if job.accelerator == "gpu" else None,
@@ -115,23 +120,28 @@ def _container(job: Job, cluster: Cluster) -> DockerContainer:
     from nemo_run.core.execution.docker import DockerContainer, DockerExecutor
     from nemo_run.core.packaging.base import Packager
 
-    executor = DockerExecutor(packager=Packager(), **_settings(job, cluster))
+    executor = DockerExecutor(packager=Packager(), **_container_settings(job, cluster))
     executor.experiment_id = job.folder.name
-    return DockerContainer(name=job.folder.name, command=[f"bash {_OWN}/run.sh"], executor=executor, extra_env={})
+    return DockerContainer(name=job.folder.name, command=[f"bash {_INSIDE}/run.sh"], executor=executor, extra_env={})
 
 
-def equivalent(job: Job, cluster: Cluster) -> list[str]:
-    """The `docker run` that does the same."""
-    given = _settings(job, cluster)
+def docker_run_command(job: Job, cluster: Cluster) -> list[str]:
+    """The `docker run` that does the same, for the log and for docker/command.txt."""
+    given = _container_settings(job, cluster)
     words = ["docker", "run", "--rm", *(["--gpus", "all"] if given["num_gpus"] else []), "--ipc=host"]
     words += [word for limit in given["ulimits"] for word in ("--ulimit", limit.replace(":", "=", 1))]
     words += [f"--network={given['network']}"]
     words += [word for mount in given["volumes"] for word in ("-v", mount)]
     words += [word for key, value in given["env_vars"].items() for word in ("-e", f"{key}={value}")]
-    return [*words, "-w", WORKSPACE, given["container_image"], *torchrun(job, cluster.python or "python")]
+    return [*words, "-w", WORKSPACE, given["container_image"], *torchrun_command(job, cluster.python or "python")]
 
 
-def _client() -> Any:
+def _connect() -> Any:
+    """Docker's client, connected to the daemon.
+
+    Raises:
+        UserError: there is no daemon, or this user may not use it.
+    """
     import docker
     from docker.errors import DockerException
 
@@ -148,11 +158,11 @@ def _client() -> Any:
     return client
 
 
-def _have(client: Any, image: str) -> None:
-    """Pull the image if it is not here.
+def _pull_if_missing(client: Any, image: str) -> None:
+    """Pull the image unless this machine has it.
 
     Raises:
-        UserError: nobody has it.
+        UserError: no registry gives it.
     """
     from docker.errors import DockerException, ImageNotFound
 
@@ -171,7 +181,7 @@ def _have(client: Any, image: str) -> None:
             ) from None
 
 
-def _start(client: Any, container: DockerContainer, job: Job) -> Any:
+def _start_container(client: Any, container: DockerContainer, job: Job) -> Any:
     from docker.errors import APIError
 
     name = job.folder.name
@@ -189,8 +199,8 @@ def _start(client: Any, container: DockerContainer, job: Job) -> Any:
         ) from None
 
 
-def _follow(container: Any, own: Path, job: Job) -> int:
-    """Its lines on standard error until it ends; Ctrl-C asks the ranks to save and stop, a second one removes it."""
+def _follow_container(container: Any, own: Path, job: Job) -> int:
+    """Show its lines until it ends; Ctrl-C asks the ranks to save and stop, a second Ctrl-C removes the container."""
     ended = threading.Event()
 
     def show() -> None:
@@ -210,13 +220,13 @@ def _follow(container: Any, own: Path, job: Job) -> int:
                 container.remove(force=True)
                 return EXIT_INTERRUPTED
             asked = True
-            # the ranks themselves: torchrun would give them 30 s and then kill them in a save
+            # signal the ranks themselves: torchrun would give them 30 s and then kill them while they save
             ranks = [str(state.pid) for state in rank_states.read(job.logs) if state.state == rank_states.RUNNING]
-            container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_OWN}/pid)'}"])
-    return _end(own, job, asked)
+            container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_INSIDE}/pid)'}"])
+    return _report_end(own, job, asked)
 
 
-def _end(own: Path, job: Job, asked: bool) -> int:
+def _report_end(own: Path, job: Job, asked: bool) -> int:
     written = own / "exit_code"
     code = int(written.read_text()) if written.exists() else EXIT_RUN
     if code == 0:
@@ -229,5 +239,5 @@ def _end(own: Path, job: Job, asked: bool) -> int:
         log.warning("stopped; resume with: %s", job.resume_command)
         return EXIT_INTERRUPTED
     what = f"with code {code}" if written.exists() else "before its command did (removed, or out of memory)"
-    log.error("the container ended %s; its log: %s", what, own)
+    log.error("the container ended %s; its log is in %s", what, own)
     return EXIT_RUN

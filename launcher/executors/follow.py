@@ -1,4 +1,4 @@
-"""Show a file's lines while it grows."""
+"""Show what is appended to a file."""
 
 from __future__ import annotations
 

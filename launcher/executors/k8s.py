@@ -1,4 +1,4 @@
-"""`k8s`: a Job (one node) or an Indexed Job with a headless Service (many), one pod a node, torchrun in each pod."""
+"""`k8s`: a Job (one node) or an Indexed Job with a headless Service (several): one pod per node, torchrun in each."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import yaml
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
-from launcher.executors.k8s_manifest import manifest, name_of
-from launcher.executors.on_cluster import checked
+from launcher.executors.k8s_manifest import kubernetes_name, manifest
+from launcher.executors.on_cluster import check_fits
 
 log = logging.getLogger("launch")
 _POLL_S = 10.0
 
 
 def submit(job: Job) -> int:
-    """Write the manifest; without --dryrun create it, and (unless `wait: false`) wait for the Job's end.
+    """Write the manifest; without --dryrun create its objects, and (unless `wait: false`) wait for the Job's end.
 
     Returns:
-        0, 1 if the Job failed, 130 if the waiting was stopped by Ctrl-C (the Job runs on).
+        0, 1 if the Job failed, 130 if Ctrl-C ended the waiting (the Job continues).
 
     Raises:
-        UserError: no cluster file with a k8s part, no client, no kubeconfig, or what the API server has to say.
+        UserError: a cluster file without a k8s part, no client, no kubeconfig, or the API server's refusal.
     """
-    cluster = checked(job)
+    cluster = check_fits(job)
     if cluster.k8s is None or cluster.image is None:
         raise UserError(
             "the cluster file does not describe a Kubernetes cluster",
@@ -46,15 +46,15 @@ def submit(job: Job) -> int:
     if job.dryrun:
         log.info("k8s: would create %s:\n%s", path, text)
         return 0
-    client = _client(cluster.k8s)
+    client = _connect(cluster.k8s)
     _create(client, objects, cluster.k8s)
-    _tell(job, cluster, cluster.k8s, path)
-    return _wait(client, name_of(job), cluster.k8s) if cluster.wait else 0
+    _log_submission(job, cluster, cluster.k8s, path)
+    return _wait_for_end(client, kubernetes_name(job), cluster.k8s) if cluster.wait else 0
 
 
-def _tell(job: Job, cluster: Cluster, k8s: K8s, path: Path) -> None:
+def _log_submission(job: Job, cluster: Cluster, k8s: K8s, path: Path) -> None:
     kubectl = ["kubectl", *(["--context", k8s.context] if k8s.context else []), "--namespace", k8s.namespace]
-    name = name_of(job)
+    name = kubernetes_name(job)
     log.info("submitted: Job %s (%s), %d pod(s) x %d rank(s)", name, path, job.num_nodes, job.devices)
     log.info(
         "logs:      %s; %s/%s on the claim",
@@ -63,11 +63,15 @@ def _tell(job: Job, cluster: Cluster, k8s: K8s, path: Path) -> None:
         job.logs,
     )
     log.info("cancel:    %s", shlex.join([*kubectl, "delete", "job,service,configmap", "-l", f"job-of={name}"]))
-    log.info("resume:    cancel first, then %s", job.resume_command)
+    log.info("resume:    the cancel command first, then %s", job.resume_command)
 
 
-def _client(k8s: K8s) -> Any:
-    """The official client, logged in as the kubeconfig says."""
+def _connect(k8s: K8s) -> Any:
+    """The official client, logged in as the kubeconfig says.
+
+    Raises:
+        UserError: the client is not installed, or the kubeconfig has no such context.
+    """
     try:
         from kubernetes import client, config
     except ImportError:
@@ -81,7 +85,7 @@ def _client(k8s: K8s) -> Any:
         config.load_kube_config(context=k8s.context)
     except config.ConfigException as problem:
         raise UserError(
-            "no way to the cluster",
+            "no connection to the cluster",
             expected=f"a kubeconfig{f' with context {k8s.context}' if k8s.context else ''}",
             found=str(problem),
             do="set KUBECONFIG, or --dryrun --write and kubectl apply -f runs/NAME/k8s.yaml",
@@ -90,7 +94,7 @@ def _client(k8s: K8s) -> Any:
 
 
 def _create(client: Any, objects: list[dict[str, Any]], k8s: K8s) -> None:
-    """Create every object; what was created before one was refused is taken away again."""
+    """Create every object; if one is refused, delete those that were created before it."""
     core, batch = client.CoreV1Api(), client.BatchV1Api()
     calls = {
         "ConfigMap": (core.create_namespaced_config_map, core.delete_namespaced_config_map),
@@ -101,14 +105,14 @@ def _create(client: Any, objects: list[dict[str, Any]], k8s: K8s) -> None:
     for item in objects:
         try:
             calls[item["kind"]][0](k8s.namespace, item)
-        except Exception as problem:  # ApiException, or urllib3's when nobody answers
+        except Exception as problem:  # ApiException, or urllib3's if the server does not answer
             for old in reversed(made):
                 calls[old["kind"]][1](old["metadata"]["name"], k8s.namespace)
-            raise _refused(item, problem) from None
+            raise _refusal(item, problem) from None
         made.append(item)
 
 
-def _refused(item: dict[str, Any], problem: Exception) -> UserError:
+def _refusal(item: dict[str, Any], problem: Exception) -> UserError:
     name = item["metadata"]["name"]
     if getattr(problem, "status", None) == 409:
         do = f"kubectl delete job,service,configmap -l job-of={item['metadata']['labels']['job-of']}, or --name ANOTHER"
@@ -118,7 +122,7 @@ def _refused(item: dict[str, Any], problem: Exception) -> UserError:
     return UserError(f"Kubernetes refused {item['kind']} {name}", expected="created", found=said[:500], do=do)
 
 
-def _wait(client: Any, name: str, k8s: K8s) -> int:
+def _wait_for_end(client: Any, name: str, k8s: K8s) -> int:
     batch, last = client.BatchV1Api(), ""
     try:
         while True:
@@ -129,14 +133,14 @@ def _wait(client: Any, name: str, k8s: K8s) -> int:
                 last = seen
             for condition in status.conditions or []:
                 if condition.status == "True" and condition.type in ("Complete", "Failed"):
-                    return _ended(client, name, k8s, condition)
+                    return _report_end(client, name, k8s, condition)
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
-        log.warning("waiting stopped; Job %s goes on", name)
+        log.warning("waiting stopped; Job %s continues", name)
         return EXIT_INTERRUPTED
 
 
-def _ended(client: Any, name: str, k8s: K8s, condition: Any) -> int:
+def _report_end(client: Any, name: str, k8s: K8s, condition: Any) -> int:
     if condition.type == "Complete":
         log.info("Job %s completed", name)
         return 0

@@ -9,19 +9,19 @@ from typing import Any
 from common.errors import UserError
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
-from launcher.executors.on_cluster import exported, torchrun
+from launcher.executors.on_cluster import rank_environment, torchrun_command
 
 log = logging.getLogger("launch")
-PORT = 29500  # each pod has an address of its own: no other run can hold it
-# the claim may be read by another pod of this Job in that moment: a file appears whole
+PORT = 29500  # each pod has an address of its own, where no other run can use the port
+# other pods of this Job may be reading the same folder of the claim: each file is copied aside and then renamed
 _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
 
 
-def name_of(job: Job) -> str:
-    """The run's name as a DNS label, which pods and the Service need.
+def kubernetes_name(job: Job) -> str:
+    """The run's name as a DNS label, as pods and the Service need it.
 
     Raises:
-        UserError: nothing is left of it.
+        UserError: the name has no letter to begin with.
     """
     name = re.sub(r"[^a-z0-9-]", "-", job.folder.name.lower()).strip("-")[:50].strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
@@ -36,7 +36,7 @@ def name_of(job: Job) -> str:
 
 def manifest(job: Job, cluster: Cluster, k8s: K8s) -> list[dict[str, Any]]:
     """ConfigMap with what the launcher wrote, headless Service for several nodes, and the Job; in creation order."""
-    name = name_of(job)
+    name = kubernetes_name(job)
     if name != job.folder.name:
         log.info("k8s: Job %s (of run %s: lower-case letters, digits and - only)", name, job.folder.name)
     meta = {"name": name, "namespace": k8s.namespace, "labels": {"job-of": name}}
@@ -56,13 +56,13 @@ def manifest(job: Job, cluster: Cluster, k8s: K8s) -> list[dict[str, Any]]:
 def _job(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     many = {"completionMode": "Indexed", "completions": job.num_nodes, "parallelism": job.num_nodes}
     one = {"completions": 1, "parallelism": 1}
-    template = {"metadata": {"labels": {"job-of": name_of(job)}}, "spec": _pod(job, cluster, k8s)}
-    # a failed rank fails again, and ranks that lost one cannot go on without it
+    template = {"metadata": {"labels": {"job-of": kubernetes_name(job)}}, "spec": _pod(job, cluster, k8s)}
+    # no retries: a failed rank would fail again, and the others cannot continue without it
     return {**(many if job.num_nodes > 1 else one), "backoffLimit": 0, "template": template}
 
 
 def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
-    name, workdir = name_of(job), cluster.workdir or "/workspace"
+    name, workdir = kubernetes_name(job), cluster.workdir or "/workspace"
     mounts: list[dict[str, Any]] = [
         {"name": "work", "mountPath": workdir},
         {"name": "shm", "mountPath": "/dev/shm"},
@@ -79,7 +79,7 @@ def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     ranks = {
         "name": "ranks",
         "image": cluster.image,
-        "command": [literal(word) for word in torchrun(job, cluster.python or "python")],
+        "command": [escape(word) for word in torchrun_command(job, cluster.python or "python")],
         "workingDir": workdir,
         "env": _env(job, cluster),
         "resources": {"limits": _limits(job, k8s)},
@@ -88,7 +88,7 @@ def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     copy = {
         "name": "written",
         "image": cluster.image,
-        "command": ["sh", "-c", literal(_COPY), "sh", literal(str(job.folder.path))],
+        "command": ["sh", "-c", escape(_COPY), "sh", escape(str(job.folder.path))],
         "workingDir": workdir,
         "volumeMounts": [mounts[0], {"name": "written", "mountPath": "/written"}],
     }
@@ -108,12 +108,12 @@ def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
 
 
 def _env(job: Job, cluster: Cluster) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"name": k, "value": literal(v)} for k, v in exported(job, cluster).items()]
+    rows: list[dict[str, Any]] = [{"name": k, "value": escape(v)} for k, v in rank_environment(job, cluster).items()]
     if job.num_nodes > 1:  # torchrun reads its options from PET_*
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
         meeting = {
             "PET_NNODES": str(job.num_nodes),
-            "PET_MASTER_ADDR": f"{name_of(job)}-0.{name_of(job)}",
+            "PET_MASTER_ADDR": f"{kubernetes_name(job)}-0.{kubernetes_name(job)}",
             "PET_MASTER_PORT": str(PORT),
         }
         rows += [{"name": key, "value": value} for key, value in meeting.items()]
@@ -128,6 +128,6 @@ def _limits(job: Job, k8s: K8s) -> dict[str, str]:
     return {key: value for key, value in limits.items() if value is not None}
 
 
-def literal(text: str) -> str:
-    """Kubernetes replaces $(NAME) in commands and values; a doubled $ is one that it leaves alone."""
+def escape(text: str) -> str:
+    """Double every $: Kubernetes replaces $(NAME) in commands and values, and reads $$ as a plain $."""
     return text.replace("$", "$$")

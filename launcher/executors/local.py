@@ -1,4 +1,4 @@
-"""`local`: NeMo-Run's LocalExecutor with torchrun, one rank a device of this machine (NCCL on GPUs, Gloo on a CPU)."""
+"""`local`: NeMo-Run's LocalExecutor with torchrun, one rank per device here (NCCL on GPUs, Gloo on a CPU)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from common import logs, rank_states
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.signals import PassedOn
+from launcher.executors.signals import ForwardSignals
 from training.distributed import rank_env as place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,30 +20,38 @@ log = logging.getLogger("launch")
 
 
 def submit(job: Job) -> int:
-    """Start the ranks, show rank 0's lines, end with the first failing rank's exit code."""
+    """Start the ranks and show rank 0's lines until they end.
+
+    Returns:
+        0, or the exit code of the rank that failed first; 130 after Ctrl-C.
+    """
     job.logs.mkdir(parents=True, exist_ok=True) if not job.dryrun else None
     command = ["torchrun", f"--nproc-per-node={job.devices}", "-m", *job.rank_command[2:]]
     if job.dryrun:
         log.info("local: would start %s", " ".join(command))
         return 0
-    for line in _environment(job):
+    for line in _prepare_environment(job):
         log.info("local: %s", line)
     log.info("started:   %d ranks on this machine: %s", job.devices, " ".join(command))
     log.info("logs:      %s/rank-0.log to rank-%d.log", job.logs, job.devices - 1)
-    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; a second one stops at once", os.getpid())
+    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
-    with Follower(job.logs / "console.log"), PassedOn(lambda count: _signal_ranks(job, count)):
-        _run(job)
+    with Follower(job.logs / "console.log"), ForwardSignals(lambda count: _signal_ranks(job, count)):
+        _run_torchrun(job)
     return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job))
 
 
-def _environment(job: Job) -> list[str]:
-    """What torchrun and the ranks need beside the environment set, each with its reason."""
-    place.alone(os.environ)  # a Slurm job or torchrun around this command is not theirs
+def _prepare_environment(job: Job) -> list[str]:
+    """Set what torchrun and the ranks need beside the environment set.
+
+    Returns:
+        a line for the log for each number that was chosen, with its reason.
+    """
+    place.alone(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     path = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     os.environ["PATH"] = os.pathsep.join(path)  # NeMo-Run starts `torchrun` by name, also without an active venv
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's --local-addr: no look-up of this host's name
+    os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's --local-addr: this host's name may not resolve
     if "OMP_NUM_THREADS" in os.environ:
         return []
     threads = max(1, (os.cpu_count() or 1) // job.devices)
@@ -51,11 +59,11 @@ def _environment(job: Job) -> list[str]:
     return [f"OMP_NUM_THREADS={threads} ({os.cpu_count()} cores / {job.devices} ranks; torchrun would take 1)"]
 
 
-def _run(job: Job) -> None:
-    """Through NeMo-Run, to the end of all ranks.
+def _run_torchrun(job: Job) -> None:
+    """Start torchrun through NeMo-Run, and wait until all ranks have ended.
 
-    nemo_run 0.4.0 calls a failed job a success (run() returns None, and a file SUCCESS is left): what became of the
-    ranks is read from their own last words instead. Test: tests/launcher/executors/test_mpirun.py.
+    nemo_run 0.4.0 reports a failed job as a success (run() returns None and leaves a file SUCCESS): the outcome is read
+    from the states that the ranks record. Test: tests/launcher/executors/test_mpirun.py.
     """
     import nemo_run as run
     from nemo_run.core.frontend.console.api import CONSOLE
@@ -70,7 +78,7 @@ def _run(job: Job) -> None:
     with run.Experiment("local", executor=executor, base_dir=str(home), log_level="ERROR") as experiment:
         experiment.add(ranks, name="ranks")
         experiment.run(detach=False)
-    logs.log_to_console()  # an Experiment takes the log handlers for itself
+    logs.log_to_console()  # an Experiment replaces the log handlers
 
 
 def _torchrun_log(job: Job) -> Path | None:
@@ -79,10 +87,10 @@ def _torchrun_log(job: Job) -> Path | None:
 
 
 def _signal_ranks(job: Job, count: int) -> None:
-    """To the ranks themselves: torchrun would give them 30 s, and then kill them in the middle of a save."""
+    """Signal the ranks themselves: torchrun would give them 30 s, and then kill them while they save."""
     known = rank_states.read(job.logs)
     if not known:
-        log.warning("no rank is up yet")
+        log.warning("no rank has started yet")
         raise KeyboardInterrupt
     for state in known:
         if state.state == rank_states.RUNNING:

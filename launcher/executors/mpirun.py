@@ -19,7 +19,7 @@ from common import rank_states
 from common.errors import PreflightError, UserError
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.signals import PassedOn
+from launcher.executors.signals import ForwardSignals
 from training.distributed import rank_env as place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,18 +27,21 @@ log = logging.getLogger("launch")
 
 
 def submit(job: Job) -> int:
-    """Start the ranks, show rank 0's lines, end with the first failing rank's exit code.
+    """Start the ranks and show rank 0's lines until they end.
+
+    Returns:
+        0, or the exit code of the rank that failed first; 130 after Ctrl-C.
 
     Raises:
         UserError: several nodes without a hostfile, or an unreadable one; an MPI other than Open MPI.
-        PreflightError: no mpirun here.
+        PreflightError: this machine has no mpirun.
     """
-    hosts = _hosts(job)
-    program = "mpirun" if job.dryrun else _open_mpi()
-    lines = _environment(job, hosts)
+    hosts = _read_hosts(job)
+    program = "mpirun" if job.dryrun else _find_open_mpi()
+    lines = _prepare_environment(job, hosts)
     command = _command(job, program)
     if job.dryrun:
-        words = [f"{key}={os.environ[key]}" for key in _passed_on(job)]
+        words = [f"{key}={os.environ[key]}" for key in _exported_names(job)]
         log.info("mpirun: would start\n%s", shlex.join(["env", *words, *command]))
         return 0
     for line in lines:
@@ -46,13 +49,13 @@ def submit(job: Job) -> int:
     job.logs.mkdir(parents=True, exist_ok=True)
     log.info("started:   %d ranks on %s: %s", job.world_size, ", ".join(hosts) or "this machine", shlex.join(command))
     log.info("logs:      %s/rank-0.log to rank-%d.log, mpirun.log", job.logs, job.world_size - 1)
-    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; a second one stops at once", os.getpid())
+    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
     own = job.logs / "mpirun.log"
     with own.open("a") as output, Follower(job.logs / "console.log"):
         ranks = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
-        with PassedOn(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
+        with ForwardSignals(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
             ranks.wait()
     return rank_states.log_outcome(job.logs, job.world_size, own)
 
@@ -65,26 +68,31 @@ def _command(job: Job, program: str) -> list[str]:
     words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words += ["--oversubscribe"] if job.accelerator == "cpu" else []
     words += own.args if own else []
-    for key in _passed_on(job):
+    for key in _exported_names(job):
         words += ["-x", key]  # values from this process's environment: nothing to quote
     python = job.cluster.python if job.cluster and job.cluster.python else sys.executable
     return [*words, python, *job.rank_command[1:]]
 
 
-def _passed_on(job: Job) -> list[str]:
+def _exported_names(job: Job) -> list[str]:
+    """Names of the variables that mpirun exports to the ranks of all hosts."""
     return sorted({*job.env, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"})
 
 
-def _environment(job: Job, hosts: list[str]) -> list[str]:
-    """The ranks' meeting point, threads and import path, each with its reason; for `-x`."""
+def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
+    """Set the ranks' rendezvous, threads and import path, which `mpirun -x` exports.
+
+    Returns:
+        a line for the log for each value, with its reason.
+    """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    place.alone(os.environ)  # a Slurm job or torchrun around this command is not theirs
+    place.alone(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
     os.environ["MASTER_PORT"] = port or str(place.free_port())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     threads = max(1, (os.cpu_count() or 1) // job.devices)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    where = "yours" if port else "the first free one here" + (f"; not checked on {hosts[0]}" if hosts else "")
+    where = "yours" if port else "the first free port here" + (f"; not checked on {hosts[0]}" if hosts else "")
     return [
         f"MASTER_ADDR={os.environ['MASTER_ADDR']} ({'yours' if address else 'where rank 0 runs'})",
         f"MASTER_PORT={os.environ['MASTER_PORT']} ({where})",
@@ -92,8 +100,8 @@ def _environment(job: Job, hosts: list[str]) -> list[str]:
     ]
 
 
-def _hosts(job: Job) -> list[str]:
-    """The hosts of the cluster file's hostfile, in its order; none: this machine.
+def _read_hosts(job: Job) -> list[str]:
+    """The hosts of the cluster file's hostfile, in its order; none for this machine.
 
     Raises:
         UserError: several nodes and no hostfile, or fewer hosts in it than nodes.
@@ -104,18 +112,24 @@ def _hosts(job: Job) -> list[str]:
     if (file or job.num_nodes > 1) and len(hosts) < job.num_nodes:
         raise UserError(
             "the hostfile does not hold the nodes of the run",
-            expected=f"{job.num_nodes} host(s), one a line: NAME slots={job.devices}",
+            expected=f"{job.num_nodes} host(s), one per line: NAME slots={job.devices}",
             found=f"{len(hosts)} in {file}" if file else "no hostfile",
             do="--cluster FILE with `mpirun: {hostfile: PATH}` (docs/many-gpus.md)",
         )
     return hosts
 
 
-def _open_mpi() -> str:
+def _find_open_mpi() -> str:
+    """The path of Open MPI's mpirun.
+
+    Raises:
+        UserError: an mpirun of another MPI.
+        PreflightError: no mpirun.
+    """
     program = shutil.which("mpirun")
     if program is None:
         raise PreflightError(
-            "mpirun is not here", expected="Open MPI's mpirun on PATH", found="none", do="apt-get install openmpi-bin"
+            "there is no mpirun", expected="Open MPI's mpirun on PATH", found="none", do="apt-get install openmpi-bin"
         )
     version = subprocess.run([program, "--version"], capture_output=True, text=True).stdout.splitlines()
     if not version or "Open MPI" not in version[0]:

@@ -1,4 +1,4 @@
-"""What every executor of a cluster file asks of it: does the job fit, which folder, which Python, which environment."""
+"""What the executors take from a cluster file: whether the job fits, its folder, its Python and its environment."""
 
 from __future__ import annotations
 
@@ -7,21 +7,27 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
-from launcher.cluster_file import Cluster, plain_name
+from launcher.cluster_file import Cluster, Ssh, check_job_name
 from launcher.executors import Job
 
-# Slurm gives each step its GPUs and numbers them itself; a set made for one machine must not overrule it
-_SLURM_SETS = "CUDA_VISIBLE_DEVICES"
+# Slurm and Kubernetes give each step its GPUs and number them themselves; a set made for one machine must not
+# overrule them
+_GPU_NUMBERS = "CUDA_VISIBLE_DEVICES"
 
 
-def checked(job: Job) -> Cluster:
-    """The job's cluster, if the job fits in.
+def check_fits(job: Job) -> Cluster:
+    """Check that the cluster file allows the job.
+
+    Returns:
+        the job's cluster.
 
     Raises:
-        UserError: more nodes or devices than it allows.
+        UserError: more nodes or devices than the file allows, or a run directory that a scheduler cannot take.
     """
-    plain_name(job.folder.name)
-    assert job.cluster is not None, "launcher.executors.check comes first"
+    check_job_name(job.folder.name)
+    assert job.cluster is not None, "launcher.executor_table.check comes first"
+    own_files = job.cluster.image is not None or isinstance(job.cluster.tunnel, Ssh)
+    check_run_folder(job.folder.path, in_checkout=own_files)
     for what, wanted, most, option in (
         ("nodes", job.num_nodes, job.cluster.nodes, "--nodes"),
         ("devices_per_node", job.devices, job.cluster.devices_per_node, "--devices"),
@@ -36,7 +42,26 @@ def checked(job: Job) -> Cluster:
     return job.cluster
 
 
-def workdir_of(cluster: Cluster) -> str:
+def check_run_folder(path: Path, *, in_checkout: bool) -> None:
+    """Check that the ranks find the run directory, and that its path needs no quotes in a batch script.
+
+    Args:
+        in_checkout: the ranks see the checkout, but not this machine's other folders.
+
+    Raises:
+        UserError: --runs names a folder that the ranks do not see, or other than plain characters.
+    """
+    outside = path.is_absolute() or ".." in path.parts
+    if (in_checkout and outside) or not re.fullmatch(r"[A-Za-z0-9._/@+=-]+", str(path)):
+        raise UserError(
+            f"the ranks cannot use the run directory {str(path)!r}",
+            expected="a folder below this one, named with A-Z a-z 0-9 . _ / @ + = -",
+            found=f"--runs {path.parent}",
+            do="leave --runs out, or name such a folder",
+        )
+
+
+def workdir_on_nodes(cluster: Cluster) -> str:
     """The checkout as the nodes see it.
 
     Raises:
@@ -53,24 +78,24 @@ def workdir_of(cluster: Cluster) -> str:
     return folder
 
 
-def python_of(cluster: Cluster) -> str:
+def python_on_nodes(cluster: Cluster) -> str:
     """The interpreter on the nodes."""
     if cluster.python:
         return cluster.python
     return "python" if cluster.image else sys.executable
 
 
-def exported(job: Job, cluster: Cluster) -> dict[str, str]:
-    """The environment of every rank: the applied set, and over it what the site needs."""
+def rank_environment(job: Job, cluster: Cluster) -> dict[str, str]:
+    """The environment of every rank: the applied set, overruled by what the site needs."""
     given = {**job.env, **cluster.env}
-    if job.accelerator == "gpu" and _SLURM_SETS not in cluster.env:
-        given.pop(_SLURM_SETS, None)
+    if job.accelerator == "gpu" and _GPU_NUMBERS not in cluster.env:
+        given.pop(_GPU_NUMBERS, None)
     return given
 
 
-def torchrun(job: Job, python: str) -> list[str]:
-    """Starts all ranks of one node; for several nodes PET_* variables say which node it is and where they meet."""
+def torchrun_command(job: Job, python: str) -> list[str]:
+    """Start all ranks of one node; for several nodes PET_* variables give torchrun the node and the rendezvous."""
     words = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(job.devices)]
     if job.num_nodes == 1:
-        words += ["--standalone", "--local-addr", "127.0.0.1"]  # a container's own name may lead nowhere
+        words += ["--standalone", "--local-addr", "127.0.0.1"]  # a container's own name may not resolve
     return [*words, "--max-restarts", "0", *job.rank_command[1:]]

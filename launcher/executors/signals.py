@@ -1,4 +1,4 @@
-"""What a launcher does with Ctrl-C and SIGTERM while the ranks of its run are at work."""
+"""Forward Ctrl-C and SIGTERM from the launcher to the ranks of its run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from types import FrameType
 
 
-class PassedOn:
-    """Both signals go to the ranks inside this block, and the launcher stays until they are done.
+class ForwardSignals:
+    """Inside this block both signals go to the ranks, and the launcher continues until the ranks have ended.
 
     Args:
-        send: called with the count of signals so far, from 1: ask to save and stop, stop at once, kill.
+        send: called with the number of signals so far: 1 asks the ranks to save and stop, 2 to stop at once, 3 or more
+            kills them.
     """
 
     def __init__(self, send: Callable[[int], None]) -> None:
@@ -21,12 +22,12 @@ class PassedOn:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._pass) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def _pass(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         self._count += 1
         self._send(self._count)

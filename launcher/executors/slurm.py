@@ -1,11 +1,12 @@
-"""`slurm`: NeMo-Run's SlurmExecutor renders the batch script, its tunnel carries it, Slurm runs one task for each rank.
+"""`slurm`: submit the batch script of slurm.sbatch.j2, here or through NeMo-Run's ssh tunnel; one task per rank.
 
-NeMo-Run's own submission is not used: it asks slurmdbd for a job's state, which many clusters do not have, ends with
-exit code 0 when the job failed, and packages the code under /nemo_run, which exists in pyxis containers only.
+NeMo-Run's own submission is not used: nemo_run 0.4.0 asks slurmdbd for a job's state, which many clusters do not have,
+ends with exit code 0 when the job failed, and packages the code under /nemo_run, which exists in pyxis containers only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,10 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from launcher.cluster_file import Cluster, Ssh
 from launcher.executors import Job
-from launcher.executors.on_cluster import checked, workdir_of
+from launcher.executors.on_cluster import check_fits, workdir_on_nodes
 from launcher.executors.slurm_render import render
 from launcher.executors.slurm_watch import Submitted, follow
-from launcher.executors.tunnel import open_tunnel, run
+from launcher.executors.tunnel import open_tunnel, run_command
 
 if TYPE_CHECKING:
     from nemo_run.core.tunnel.client import Tunnel
@@ -25,47 +26,63 @@ log = logging.getLogger("launch")
 
 
 def submit(job: Job) -> int:
-    """Render, submit, say how to follow, cancel and resume, and (unless `wait: false`) follow to the end.
+    """Submit the run, log how to follow, cancel and resume it, and (unless `wait: false`) follow it to its end.
 
     Returns:
-        0, or the first failed rank's exit code; 130 if the following was stopped by Ctrl-C (the job runs on).
+        0, or the exit code of the rank that failed first; 130 if Ctrl-C ended the following (the job continues).
 
     Raises:
-        UserError: no cluster file, a name that Slurm cannot take, a job of this run that still waits or runs, or
-            what sbatch itself has to say.
+        UserError: a name that Slurm cannot take, a job of this run that is queued or running, a run of this name (or
+            nothing to resume) on the other side of ssh, or sbatch's own refusal.
     """
-    cluster = checked(job)
-    scripts = job.folder.path / "slurm"
-    target = target_of(cluster, job)
-    script = render(job, cluster, target)
-    scripts.mkdir(parents=True, exist_ok=True)
-    path = scripts / f"{job.folder.name}.sbatch"
-    path.write_text(script)
+    cluster = check_fits(job)
     if job.dryrun:
-        log.info("slurm: would submit %s:\n%s", path, script)
+        script = _write_script(job, cluster)
+        log.info("slurm: would submit %s:\n%s", script, script.read_text())
         return 0
     tunnel = open_tunnel(cluster)
-    _refuse_second(tunnel, scripts / "job.txt", job)
-    _ship(tunnel, cluster, job, path, target)
-    submitted = Submitted(_sbatch(tunnel, cluster, job, f"{target}/{path.name}"), job, cluster, target)
-    (scripts / "job.txt").write_text(submitted.job_id + "\n")
-    _tell(submitted)
+    record = _folder(job) / "job.txt"
+    _check_not_queued(tunnel, record, job)
+    if isinstance(cluster.tunnel, Ssh):
+        job = _find_attempt(tunnel, cluster, job)
+    script = _write_script(job, cluster)
+    if isinstance(cluster.tunnel, Ssh):
+        _copy_run_files(tunnel, cluster, job, script)
+    logs = logs_folder(cluster, job)
+    submitted = Submitted(_run_sbatch(tunnel, cluster, f"{logs}/{script.name}"), job, cluster, logs)
+    record.write_text(submitted.job_id + "\n")
+    _log_submission(submitted)
     return follow(tunnel, submitted) if cluster.wait else 0
 
 
-def target_of(cluster: Cluster, job: Job) -> str:
-    """Where the batch script and Slurm's own logs lie, as Slurm sees it (relative to workdir unless job_dir is set)."""
+def logs_folder(cluster: Cluster, job: Job) -> str:
+    """Where Slurm finds the batch script and writes its own logs: relative to workdir, unless job_dir is set."""
     if isinstance(cluster.tunnel, Ssh) and cluster.tunnel.job_dir:
         return f"{cluster.tunnel.job_dir}/{job.folder.name}"
-    return f"{job.folder.path}/slurm"
+    return str(_folder(job))
 
 
-def _refuse_second(tunnel: Tunnel, record: Path, job: Job) -> None:
-    """Two jobs on one run directory would write each other's checkpoints."""
+def _folder(job: Job) -> Path:
+    return job.folder.path / "slurm"
+
+
+def _write_script(job: Job, cluster: Cluster) -> Path:
+    path = _folder(job) / f"{job.folder.name}.sbatch"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(job, cluster, logs_folder(cluster, job)))
+    return path
+
+
+def _check_not_queued(tunnel: Tunnel, record: Path, job: Job) -> None:
+    """Two jobs of one run directory would overwrite each other's checkpoints.
+
+    Raises:
+        UserError: the job that was submitted last is still queued or running.
+    """
     if not record.exists():
         return
     job_id = record.read_text().strip()
-    state = run(tunnel, ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]).stdout.strip()
+    state = run_command(tunnel, ["squeue", "--noheader", "--jobs", job_id, "--format", "%T"]).stdout.strip()
     if state:
         raise UserError(
             f"run {job.folder.name} has a job already",
@@ -75,13 +92,50 @@ def _refuse_second(tunnel: Tunnel, record: Path, job: Job) -> None:
         )
 
 
-def _ship(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path, target: str) -> None:
-    """Over ssh: what the launcher wrote, to the checkout there. Locally everything lies there already."""
-    if not isinstance(cluster.tunnel, Ssh):
-        return
-    there = f"{workdir_of(cluster)}/{job.folder.path}"
-    folder = target if target.startswith("/") else f"{workdir_of(cluster)}/{target}"
-    made = run(tunnel, ["mkdir", "-p", there, folder])
+def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
+    """The job with the number of its attempt, which only the run directory behind ssh tells.
+
+    Raises:
+        UserError: a new run whose name is in use there, or a run to resume that has no checkpoint there.
+    """
+    spec, there = job.folder.spec(), f"{workdir_on_nodes(cluster)}/{job.folder.path}"
+
+    def find(folder: str, *words: str) -> list[str]:
+        return str(run_command(tunnel, ["find", f"{there}/{folder}", *words]).stdout).split("\n")[:-1]
+
+    checkpoints = find("checkpoints", "-path", "*/step-*/weights/metadata.json")
+    if checkpoints and not spec.resume:
+        for path in job.folder.written:  # this launch has overwritten the record of the run that is there
+            tunnel.get(f"{there}/{path.name}", str(path))
+        raise UserError(
+            f"{job.folder.path} on the cluster holds a run already",
+            expected="a name that is not in use there",
+            found=f"{len(checkpoints)} checkpoint(s) in {there}",
+            do=f"--name ANOTHER for a new run, or `{job.resume_command}` to continue it",
+        )
+    if spec.resume and not checkpoints:
+        raise UserError(
+            f"nothing to resume in {job.folder.path} on the cluster",
+            expected=f"a complete checkpoint under {there}/checkpoints",
+            found="none",
+            do="start it without --resume",
+        )
+    attempts = [int(path.rsplit("-", 1)[-1]) for path in find("logs", "-maxdepth", "1", "-name", "attempt-*")]
+    number = max(attempts, default=0) + 1
+    job.folder.spec_file.write_text(dataclasses.replace(spec, attempt=number).to_json())
+    return dataclasses.replace(job, logs=job.folder.attempt(number))
+
+
+def _copy_run_files(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path) -> None:
+    """Copy what the launcher has written to the checkout behind ssh.
+
+    Raises:
+        UserError: the folders cannot be made there.
+    """
+    workdir, logs = workdir_on_nodes(cluster), logs_folder(cluster, job)
+    there = f"{workdir}/{job.folder.path}"
+    folder = logs if logs.startswith("/") else f"{workdir}/{logs}"
+    made = run_command(tunnel, ["mkdir", "-p", there, folder])
     if not made.ok:
         raise UserError("cannot write on the cluster", expected=there, found=made.stderr.strip(), do="correct workdir")
     for path in job.folder.written:
@@ -89,12 +143,19 @@ def _ship(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path, target: str)
     tunnel.put(str(script), f"{folder}/{script.name}")
 
 
-def _sbatch(tunnel: Tunnel, cluster: Cluster, job: Job, script: str) -> str:
-    """Submit; returns the job id."""
+def _run_sbatch(tunnel: Tunnel, cluster: Cluster, script: str) -> str:
+    """Submit the script.
+
+    Returns:
+        the job id.
+
+    Raises:
+        UserError: Slurm refuses it.
+    """
     requeue = "--requeue" if cluster.slurm.requeue else "--no-requeue"
-    folder = workdir_of(cluster)
-    where = script if script.startswith("/") else f"{folder}/{script}"
-    done = run(tunnel, ["sbatch", "--parsable", requeue, "--chdir", folder, where])
+    workdir = workdir_on_nodes(cluster)
+    path = script if script.startswith("/") else f"{workdir}/{script}"
+    done = run_command(tunnel, ["sbatch", "--parsable", requeue, "--chdir", workdir, path])
     job_id = str(done.stdout).strip().split(";")[0]
     if not done.ok or not job_id.isdigit():
         raise UserError(
@@ -106,9 +167,9 @@ def _sbatch(tunnel: Tunnel, cluster: Cluster, job: Job, script: str) -> str:
     return job_id
 
 
-def _tell(submitted: Submitted) -> None:
+def _log_submission(submitted: Submitted) -> None:
     job = submitted.job
     log.info("submitted: Slurm job %s, %d node(s) x %d rank(s)", submitted.job_id, job.num_nodes, job.devices)
-    log.info("logs:      %s (each rank), %s (Slurm's)", job.logs, submitted.logs)
-    log.info("cancel:    %s", submitted.command(["scancel", submitted.job_id]))
+    log.info("logs:      %s (each rank), %s (Slurm's)", job.logs, submitted.log_files)
+    log.info("cancel:    %s", submitted.command_from_here(["scancel", submitted.job_id]))
     log.info("resume:    %s (after a requeue the job resumes by itself)", job.resume_command)

@@ -18,7 +18,7 @@ import jinja2
 
 from launcher.cluster_file import Cluster
 from launcher.executors import Job
-from launcher.executors.on_cluster import exported, python_of, workdir_of
+from launcher.executors.on_cluster import python_on_nodes, rank_environment, workdir_on_nodes
 
 log = logging.getLogger("launch")
 TEMPLATE = "slurm.sbatch.j2"
@@ -38,19 +38,19 @@ def render(job: Job, cluster: Cluster, logs: str) -> str:
         keep_trailing_newline=True,
     )
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
-    other_folder = cluster.workdir is None and workdir_of(cluster) != str(_CODE)
+    other_folder = cluster.workdir is None and workdir_on_nodes(cluster) != str(_CODE)
     return templates.get_template(TEMPLATE).render(
         run=job.folder.name,
         by_hand=f"sbatch {logs}/{job.folder.name}.sbatch",
         sbatch=_sbatch_options(job, cluster, logs),
-        environment=exported(job, cluster),
+        environment=rank_environment(job, cluster),
         code=str(_CODE) if other_folder else None,
         requeue=cluster.slurm.requeue,
         attempts=f"{job.folder.path}/logs/attempt-",
         first_attempt=int(job.logs.name.rsplit("-", 1)[-1]),
         logs=logs,
         srun=[*_container_options(job, cluster), *cluster.slurm.srun],
-        command=[python_of(cluster), *job.rank_command[1:]],
+        command=[python_on_nodes(cluster), *job.rank_command[1:]],
     )
 
 
@@ -81,10 +81,10 @@ def _container_options(job: Job, cluster: Cluster) -> list[str]:
     """srun's pyxis options; the environment's names, so that its values win over those baked into the image."""
     if cluster.image is None:
         return []
-    workdir = workdir_of(cluster)
+    workdir = workdir_on_nodes(cluster)
     return [
         f"--container-image={cluster.image}",
         "--container-mounts=" + ",".join([f"{workdir}:{workdir}", *cluster.mounts]),
         f"--container-workdir={workdir}",
-        "--container-env=" + ",".join([*exported(job, cluster), "MASTER_ADDR", "MASTER_PORT"]),
+        "--container-env=" + ",".join([*rank_environment(job, cluster), "MASTER_ADDR", "MASTER_PORT"]),
     ]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from launcher.cluster_file import Cluster, Ssh, load, plain_name
+from launcher.cluster_file import Cluster, Ssh, check_job_name
+from launcher.load_cluster import load_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "docs" / "clusters").glob("*.yaml"))
@@ -16,12 +17,12 @@ EXAMPLES = sorted((ROOT / "docs" / "clusters").glob("*.yaml"))
 def _load(tmp_path: Path, text: str) -> Cluster:
     path = tmp_path / "c.yaml"
     path.write_text(text)
-    return load(path)
+    return load_cluster(path)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_load(path: Path) -> None:
-    assert load(path).devices_per_node >= 1
+    assert load_cluster(path).devices_per_node >= 1
 
 
 def test_there_is_an_example_for_each_executor() -> None:
@@ -29,10 +30,10 @@ def test_there_is_an_example_for_each_executor() -> None:
 
 
 def test_values_arrive() -> None:
-    cluster = load(ROOT / "docs" / "clusters" / "slurm-container.yaml")
+    cluster = load_cluster(ROOT / "docs" / "clusters" / "slurm-container.yaml")
     assert isinstance(cluster.tunnel, Ssh) and cluster.tunnel.host == "login.cluster.example"
     assert cluster.env_layers == ("prod",) and not cluster.wait
-    assert load(ROOT / "docs" / "clusters" / "slurm.yaml").slurm.sbatch["cpus-per-task"] == "8"
+    assert load_cluster(ROOT / "docs" / "clusters" / "slurm.yaml").slurm.sbatch["cpus-per-task"] == "8"
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,10 @@ def test_refused(tmp_path: Path, text: str, line: str, words: str) -> None:
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
-        load(tmp_path / "none.yaml")
+        load_cluster(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("name", ["a b", "a%j", "a\nb", "-a", "", "a'b", "ä", "a" * 64, "a/b"])
 def test_names_that_a_scheduler_would_read_otherwise(name: str) -> None:
     with pytest.raises(UserError, match="cannot name a job"):
-        plain_name(name)
+        check_job_name(name)

@@ -187,10 +187,12 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     (run.logs / "attempt-1").mkdir(parents=True)
     _checkpoint(run, 90, whole=False)
     with pytest.raises(UserError, match="nothing to resume"):
-        rundir.choose(spec, tmp_path)
+        rundir.check_resumable(rundir.choose(spec, tmp_path))
     _checkpoint(run, 9)
     _checkpoint(run, 80)
-    assert rundir.choose(spec, tmp_path).whole_checkpoints()[-1].name == "step-80"
+    chosen = rundir.choose(spec, tmp_path)
+    rundir.check_resumable(chosen)
+    assert chosen.whole_checkpoints()[-1].name == "step-80"
     assert run.next_attempt.name == "attempt-2"
 
 

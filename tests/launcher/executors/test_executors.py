@@ -10,7 +10,9 @@ import pytest
 
 from common.errors import UserError
 from launcher import executor_table
-from launcher.cluster_file import Cluster, load
+from launcher.cluster_file import Cluster
+from launcher.executors.on_cluster import check_run_folder
+from launcher.load_cluster import load_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTERS = ROOT / "docs" / "clusters"
@@ -44,8 +46,27 @@ def test_whose_files_the_launcher_sees() -> None:
     """Containers, a machine behind ssh and Kubernetes have their own; a Slurm cluster's nodes share this one's."""
     here = {name for name in executor_table.EXECUTORS if executor_table.shares_files(name, Cluster())}
     assert here == {"direct", "local", "mpirun", "slurm"}
-    assert not executor_table.shares_files("slurm", load(CLUSTERS / "slurm-container.yaml"))
+    assert not executor_table.shares_files("slurm", load_cluster(CLUSTERS / "slurm-container.yaml"))
     assert not executor_table.shares_files("slurm", Cluster(image="nvcr.io/nvidia/nemo:25.04"))
     ssh = Cluster.model_validate({"workdir": "/w", "tunnel": {"kind": "ssh", "host": "h", "user": "u"}})
     assert not executor_table.shares_files("slurm", ssh)
     assert executor_table.shares_files("mpirun", ssh) and executor_table.shares_files(None, None)
+
+
+def test_whose_run_directory_the_launcher_sees() -> None:
+    """A container mounts the checkout; behind ssh and in Kubernetes logs and checkpoints are out of sight."""
+    ssh = Cluster.model_validate({"workdir": "/w", "tunnel": {"kind": "ssh", "host": "h", "user": "u"}})
+    sees = executor_table.shares_run_folder
+    assert all(sees(name, Cluster()) for name in executor_table.EXECUTORS if name != "k8s")
+    assert sees("docker", None) and sees("slurm", Cluster(image="i")) and sees("mpirun", ssh) and sees("local", None)
+    assert not sees("slurm", ssh) and not sees("k8s", Cluster())
+
+
+@pytest.mark.parametrize("runs", ["/elsewhere", "../beside", "my runs", "runs%j", "runs:x"])
+def test_a_run_directory_that_the_ranks_cannot_use(runs: str) -> None:
+    """In a container or behind ssh it must be in the checkout; no scheduler takes names that need quotes."""
+    with pytest.raises(UserError, match="cannot use the run directory"):
+        check_run_folder(Path(runs) / "name", in_checkout=True)
+    if runs.startswith(("/", ".")):
+        check_run_folder(Path(runs) / "name", in_checkout=False)
+    check_run_folder(Path("runs/name"), in_checkout=True)

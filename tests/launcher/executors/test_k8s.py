@@ -19,15 +19,16 @@ import pytest
 import yaml
 
 from common.errors import UserError
-from launcher.cluster_file import Cluster, K8s, load
+from launcher.cluster_file import Cluster, K8s
 from launcher.executors import k8s as executor
 from launcher.executors.k8s_manifest import manifest
+from launcher.load_cluster import load_cluster
 from tests.launcher.executors import blended
 from tests.launcher.executors.jobs import job
 
 ROOT = Path(__file__).resolve().parents[3]
 GOLDEN = ROOT / "tests" / "goldens" / "cluster" / "k8s.yaml"
-FILE = load(ROOT / "docs" / "clusters" / "k8s.yaml")
+FILE = load_cluster(ROOT / "docs" / "clusters" / "k8s.yaml")
 VERSION = "1.34"
 
 
@@ -289,7 +290,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     with pytest.raises(UserError, match="does not describe a Kubernetes cluster"):
         executor.submit(job(Cluster(devices_per_node=2)))
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
-    with pytest.raises(UserError, match="no way to the cluster"):
+    with pytest.raises(UserError, match="no connection to the cluster"):
         executor.submit(job(FILE, dryrun=False))
     monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
     with pytest.raises(UserError, match="client is not installed"):
@@ -297,9 +298,9 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_names() -> None:
-    from launcher.executors.k8s_manifest import name_of
+    from launcher.executors.k8s_manifest import kubernetes_name
 
-    assert name_of(job(None, "My_run.2")) == "my-run-2"
+    assert kubernetes_name(job(None, "My_run.2")) == "my-run-2"
     with pytest.raises(UserError, match="begins with a letter"):
-        name_of(job(None, "123"))
+        kubernetes_name(job(None, "123"))
     assert K8s(pvc="c").shm_size == "16Gi"

@@ -15,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from launcher.cluster_file import Cluster, K8s, load
-from launcher.executors.docker import equivalent, script
+from launcher.cluster_file import Cluster, K8s
+from launcher.executors.docker import container_script, docker_run_command
 from launcher.executors.k8s_manifest import manifest
-from launcher.executors.on_cluster import checked, exported, workdir_of
+from launcher.executors.on_cluster import check_fits, rank_environment, workdir_on_nodes
 from launcher.executors.slurm_render import render
+from launcher.load_cluster import load_cluster
 from tests.launcher.executors.jobs import job
 
 COUNTED = {"accepted": 0, "refused": 0}
@@ -94,7 +95,7 @@ def _accepted(rows: Any, tmp: Path) -> Cluster | None:
     except UnicodeEncodeError:
         file.write_text(yaml.safe_dump(rows), encoding="utf-8")
     try:
-        return load(file)
+        return load_cluster(file)
     except UserError:
         return None
 
@@ -105,7 +106,7 @@ def _slurm(cluster: Cluster, name: str, stubs: Path) -> None:
     words = calls[-1]
     assert words[-4:] == [cluster.python or words[-4], "-m", "launcher.rank_main", f"runs/{name}"]
     assert [word for word in words if word.startswith("--x=")] == cluster.slurm.srun
-    wanted = exported(job(cluster, name, env={"A_b": "x; touch canary '\""}), cluster)
+    wanted = rank_environment(job(cluster, name, env={"A_b": "x; touch canary '\""}), cluster)
     assert {key: environ[key] for key in wanted} == wanted
     if cluster.image:
         assert f"--container-image={cluster.image}" in words
@@ -118,10 +119,14 @@ def _slurm(cluster: Cluster, name: str, stubs: Path) -> None:
 
 
 def _docker(cluster: Cluster, name: str, stubs: Path) -> None:
-    words = equivalent(job(cluster, name), cluster)
+    words = docker_run_command(job(cluster, name), cluster)
     _, calls, _ = _run(shlex.join(words), stubs)
     assert calls == [words[1:]]
-    inner = script(job(cluster, name), cluster).replace("/nemo_run", "/nonexistent").replace("cd /workspace", "cd .")
+    inner = (
+        container_script(job(cluster, name), cluster)
+        .replace("/nemo_run", "/nonexistent")
+        .replace("cd /workspace", "cd .")
+    )
     _run(inner, stubs)
 
 
@@ -136,7 +141,7 @@ def _k8s(cluster: Cluster, name: str) -> None:
     assert list(yaml.safe_load_all(text)) == objects
     container = objects[-1]["spec"]["template"]["spec"]["containers"][0]
     arrived = {row["name"]: row["value"].replace("$$", "$") for row in container["env"]}
-    assert arrived == exported(job(full, name), full)
+    assert arrived == rank_environment(job(full, name), full)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -147,7 +152,7 @@ def test_hostile_files(stubs: Path, tmp_path: Path, rows: dict[str, Any], name: 
         COUNTED["refused"] += 1
         return
     try:
-        checked(job(cluster, name, devices=1))
+        check_fits(job(cluster, name, devices=1))
     except UserError:
         COUNTED["refused"] += 1
         return
@@ -186,12 +191,12 @@ def test_folder_with_what_slurm_expands(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "a%j").mkdir()
     monkeypatch.chdir(tmp_path / "a%j")
     with pytest.raises(UserError, match="cannot be given to a scheduler"):
-        workdir_of(Cluster())
+        workdir_on_nodes(Cluster())
 
 
 def test_sbatch_gets_whole_words(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with spaces, quotes and a command in its name, through the real tunnel."""
-    from launcher.executors.slurm import _sbatch
+    from launcher.executors.slurm import _run_sbatch
     from launcher.executors.tunnel import open_tunnel
 
     folder = tmp_path / "it's; touch canary $(touch canary)"
@@ -201,7 +206,7 @@ def test_sbatch_gets_whole_words(stubs: Path, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("STUB_OUT", str(tmp_path))
     cluster = Cluster()
     with pytest.raises(UserError, match="Slurm refused"):  # the stub gives no job id
-        _sbatch(open_tunnel(cluster), cluster, job(cluster), "runs/my-run/slurm/my-run.sbatch")
+        _run_sbatch(open_tunnel(cluster), cluster, "runs/my-run/slurm/my-run.sbatch")
     words = os.fsdecode((tmp_path / "sbatch.argv").read_bytes()).split("\0")
     assert words[:4] == ["--parsable", "--requeue", "--chdir", str(folder)]
     assert not list(folder.iterdir())

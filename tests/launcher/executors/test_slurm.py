@@ -116,7 +116,7 @@ def test_ctrl_c_leaves_the_job_and_scancel_ends_it(slurm: Slurm, sample: Path, t
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(timeout=30) == 130
     job = _job_id((tmp_path / "said").read_text())
-    assert "goes on" in (tmp_path / "said").read_text()
+    assert "continues" in (tmp_path / "said").read_text()
     again = _launch(slurm, tmp_path, command)
     assert again.returncode == 2 and f"job {job}, PENDING" in again.stderr, again.stderr
     slurm("scancel", job)
@@ -133,7 +133,7 @@ def test_the_tier_is_added_and_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sa
 
 
 def test_stock_container_flags_are_rejected_by_this_slurm(slurm: Slurm) -> None:
-    """Why slurm_render.py takes them out: plain Slurm knows no --container-mounts (pyxis does)."""
+    """Why NeMo-Run's batch script is not used: plain Slurm knows no --container-mounts (pyxis does)."""
     done = subprocess.run(
         ["srun", "--container-mounts", "/a:/b", "true"], env=slurm.env, capture_output=True, text=True, timeout=60
     )
@@ -180,7 +180,8 @@ def _far_cluster(there: Path, sshd: tuple[int, Path]) -> str:
 
 
 def _launch_far(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch.py"), "--executor", "slurm", "--cluster", "cluster.yaml", *words]
+    where = [] if words[0] == "resume" else ["--executor", "slurm", "--cluster", "cluster.yaml"]
+    command = [sys.executable, str(ROOT / "launch.py"), *words, *where]
     away = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     return subprocess.run(command, cwd=here, env=away, capture_output=True, text=True, timeout=300)
 
@@ -200,6 +201,14 @@ def test_over_ssh(slurm: Slurm, sshd: tuple[int, Path], sample: Path, tmp_path: 
         "spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "slurm",
     }  # fmt: skip
     assert not (there / "x").exists()
+    recorded = (here / "runs/far/spec.json").read_text()
+    again = _launch_far(here, "--recipe", blended.RECIPE, "--name", "far", *blended.WORDS, "optim.config.lr=1e-4")
+    assert again.returncode == 2 and "on the cluster holds a run already" in again.stderr, again.stderr
+    assert (here / "runs/far/spec.json").read_text() == recorded
+    more = _launch_far(here, "resume", "far", f"trainer.max_steps={blended.STEPS + 2}")
+    assert more.returncode == 0, more.stderr
+    assert sorted(_losses(there / "runs" / "far")) == [1, 2, 3, 4, 5]
+    assert {path.name for path in (there / "runs/far/logs").iterdir()} == {"attempt-1", "attempt-2"}
     blended.check_afterwards(there / "runs" / "far", here)
 
 

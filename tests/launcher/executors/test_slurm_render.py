@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from launcher.cluster_file import load
-from launcher.executors.on_cluster import checked
+from launcher.executors.on_cluster import check_fits
 from launcher.executors.slurm_render import render
+from launcher.load_cluster import load_cluster
 from tests.launcher.executors.jobs import job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -20,7 +20,7 @@ GOLDENS = ROOT / "tests" / "goldens" / "cluster"
 
 @pytest.mark.parametrize("name", ["slurm", "slurm-container"])
 def test_script_is_the_recorded_one(name: str) -> None:
-    cluster = load(ROOT / "docs" / "clusters" / f"{name}.yaml")
+    cluster = load_cluster(ROOT / "docs" / "clusters" / f"{name}.yaml")
     if cluster.workdir is None:
         cluster = cluster.model_copy(
             update={"workdir": "/home/me/qwen25", "python": "/home/me/qwen25/.venv/bin/python"}
@@ -57,8 +57,8 @@ def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
 
 
 def test_too_large_a_run_is_refused() -> None:
-    cluster = load(ROOT / "docs" / "clusters" / "slurm.yaml")
+    cluster = load_cluster(ROOT / "docs" / "clusters" / "slurm.yaml")
     with pytest.raises(UserError, match="more nodes than"):
-        checked(job(cluster, num_nodes=3))
+        check_fits(job(cluster, num_nodes=3))
     with pytest.raises(UserError, match="more devices_per_node than"):
-        checked(job(cluster, devices=9))
+        check_fits(job(cluster, devices=9))
