@@ -119,8 +119,8 @@ class RunDir:
 
     @property
     def written(self) -> list[Path]:
-        """The files that `write` makes: all that the ranks need, so all that is sent to where they run."""
-        return [self.spec_file, self.config, self.env, self.command, self.version]
+        """The files that the launcher makes: all that the ranks need, so all that is sent to where they run."""
+        return [self.spec_file, self.config, self.env, self.command, self.version, self.run_file]
 
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
         """Everything needed to know, and repeat, what was run."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import UserError
+from common.files import write_atomic
+from common.spec import RunSpec
 from launcher.cluster_file import Cluster, Ssh
 from launcher.executors import Job
 from launcher.executors.on_cluster import check_fits, workdir_on_nodes
@@ -105,7 +107,7 @@ def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
 
     checkpoints = find("checkpoints", "-path", "*/step-*/weights/metadata.json")
     if checkpoints and not spec.resume:
-        for path in job.folder.written:  # this launch has overwritten the record of the run that is there
+        for path in filter(Path.is_file, job.folder.written):  # this launch has overwritten that run's record
             tunnel.get(f"{there}/{path.name}", str(path))
         raise UserError(
             f"{job.folder.path} on the cluster holds a run already",
@@ -121,9 +123,13 @@ def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
             do="start it without --resume",
         )
     attempts = [int(path.rsplit("-", 1)[-1]) for path in find("logs", "-maxdepth", "1", "-name", "attempt-*")]
-    number = max(attempts, default=0) + 1
-    job.folder.spec_file.write_text(dataclasses.replace(spec, attempt=number).to_json())
-    return dataclasses.replace(job, logs=job.folder.attempt(number))
+    spec = dataclasses.replace(spec, attempt=max(attempts, default=0) + 1)
+    if spec.resume:  # the ranks have recorded the batch that they fitted to their GPUs
+        recorded = RunSpec.from_json(run_command(tunnel, ["cat", f"{there}/spec.json"]).stdout).overrides
+        fitted = [word for word in recorded if word not in spec.overrides]
+        spec = dataclasses.replace(spec, overrides=(*fitted, *spec.overrides))
+    write_atomic(job.folder.spec_file, spec.to_json())
+    return dataclasses.replace(job, logs=job.folder.attempt(spec.attempt))
 
 
 def _copy_run_files(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path) -> None:
@@ -138,7 +144,7 @@ def _copy_run_files(tunnel: Tunnel, cluster: Cluster, job: Job, script: Path) ->
     made = run_command(tunnel, ["mkdir", "-p", there, folder])
     if not made.ok:
         raise UserError("cannot write on the cluster", expected=there, found=made.stderr.strip(), do="correct workdir")
-    for path in job.folder.written:
+    for path in filter(Path.is_file, job.folder.written):
         tunnel.put(str(path), f"{there}/{path.name}")
     tunnel.put(str(script), f"{folder}/{script.name}")
 

@@ -260,7 +260,7 @@ def test_a_blend_that_only_the_claim_holds(api: Any, sample: Path, tmp_path: Pat
     done = subprocess.run([*start, *words], cwd=here, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     files = api.seen["ConfigMap"][1]["data"]
-    assert set(files) == {"spec.json", "config.yaml", "env.json", "command.txt", "version.txt"}
+    assert set(files) == {"spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "run.yaml"}
     _play_pod(api.seen["Job"][1]["spec"]["template"]["spec"], files, claim, tmp_path)
     blended.check_records(claim / "runs" / "far")
     blended.check_afterwards(claim / "runs" / "far", here)

@@ -198,7 +198,7 @@ def test_over_ssh(slurm: Slurm, sshd: tuple[int, Path], sample: Path, tmp_path: 
     assert "blend: code" in done.stderr
     blended.check_records(there / "runs" / "far")
     assert {path.name for path in (here / "runs/far").iterdir()} == {
-        "spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "slurm",
+        "spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "run.yaml", "slurm",
     }  # fmt: skip
     assert not (there / "x").exists()
     recorded = (here / "runs/far/spec.json").read_text()
