@@ -7,6 +7,7 @@ The same as `docker run --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 import threading
@@ -112,8 +113,14 @@ def _container_settings(job: Job, cluster: Cluster) -> dict[str, Any]:
         "ulimits": [*(["memlock:-1"] if job.accelerator == "gpu" else []), "stack:67108864"],
         "network": cluster.docker.network,
         "volumes": mounts,
-        "env_vars": {**job.env, **cluster.env},
+        "env_vars": {**_torchrun_variables(job), **job.env, **cluster.env},
     }
+
+
+def _torchrun_variables(job: Job) -> dict[str, str]:
+    """What torchrun would otherwise print a banner about, or warn of, between the lines of the run."""
+    threads = max(1, (os.cpu_count() or 1) // job.devices)  # without it torchrun takes 1, and says so
+    return {"OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore::FutureWarning"}
 
 
 def _container(job: Job, cluster: Cluster) -> DockerContainer:
