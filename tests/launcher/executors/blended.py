@@ -65,5 +65,5 @@ def check_afterwards(run: Path, home: Path) -> None:
     assert "25.0%" in page and "code" in page and "prose" in page
     items = {item["name"]: item for item in json.loads((target / "passport.json").read_text())["items"]}
     assert items["tokenizer"]["state"] == "pass" and items["step-0 loss"]["state"] == "pass", items
-    assert items["data"]["state"] == "unknown" and "gone" in items["data"]["found"], items["data"]
+    assert items["data"]["state"] == "unknown" and "corpora/sample/code" in items["data"]["found"], items["data"]
     assert not [item for item in items.values() if item["state"] == "fail"], items
