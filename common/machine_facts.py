@@ -14,6 +14,7 @@ from typing import TypeVar
 SHM_FOLDER = Path("/dev/shm")
 SHM_MINIMUM = 64 * 2**20  # bytes: Docker's default, which NCCL outgrows
 SHM_RECOMMENDED = 2**30  # bytes: more than NCCL needs on one machine
+MASTER_PORT, PORTS_TRIED = 29500, 10  # torch.distributed's default, and how many are looked at from there
 _T = TypeVar("_T")
 
 
@@ -124,6 +125,11 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def free_ports(first: int = MASTER_PORT) -> list[int]:
+    """The ports from `first` on that no process of this machine listens on, of `PORTS_TRIED`."""
+    return [port for port in range(first, min(first + PORTS_TRIED, 65536)) if port_is_free(port)]
 
 
 def resolve_host(name: str, limit_s: float = 5.0) -> tuple[str, str]:

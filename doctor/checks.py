@@ -17,6 +17,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from common import machine_facts
+from recipes.memory import ADVISED_BYTES
 
 GIB = 2**30
 CHECKPOINTS = 21 * GIB  # three of Qwen2.5-0.5B: two that are kept and one that is being written
@@ -30,7 +31,6 @@ SUPPORTED = {
     "transformers": (">=4.51,<4.52", False),
 }
 TRANSFORMER_ENGINE = ">=2.11"
-PORT, PORTS = 29500, 10
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ def _gpus(gpus: machine_facts.Gpus, devices: int | None) -> Iterator[Check]:
     for gpu in gpus.installed:
         used = f", used by {gpu.processes} process(es)" if gpu.processes else ""
         found = f"{gpu.name}, {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free{used}"
-        full = gpu.free < 20e9
-        do = "20 GB free are advised for the 0.5B model: nvidia-smi shows what uses the memory" if full else ""
-        yield Check(f"GPU {gpu.index}", "warning" if full else "ok", found, do)
+        full = gpu.free < ADVISED_BYTES
+        advice = (
+            f"{ADVISED_BYTES / 1e9:.0f} GB free are advised for the 0.5B model: nvidia-smi shows what uses the memory"
+        )
+        yield Check(f"GPU {gpu.index}", "warning" if full else "ok", found, advice if full else "")
     hidden = len(gpus.installed) - len(gpus.visible)
     if hidden or (devices or 0) > len(gpus.visible):
         few = len(gpus.visible) < (devices or 1)
@@ -172,8 +174,8 @@ def _port() -> Iterator[Check]:
     if named and not (named.isdigit() and 0 < int(named) < 65536):
         yield Check("port", "error", f"MASTER_PORT={named!r} is not a port number", "unset MASTER_PORT")
         return
-    first = int(named or PORT)
-    free = [port for port in range(first, min(first + PORTS, 65536)) if machine_facts.port_is_free(port)]
+    first = int(named or machine_facts.MASTER_PORT)
+    free = machine_facts.free_ports(first)
     if free[:1] == [first]:
         yield Check("port", "ok", f"{first} is free")
     elif free and not named:
@@ -182,8 +184,8 @@ def _port() -> Iterator[Check]:
         do = f"unset MASTER_PORT, or MASTER_PORT={free[0]}, which is free"
         yield Check("port", "error", f"MASTER_PORT={first} is taken", do)
     else:
-        do = "MASTER_PORT=ANOTHER (`ss -ltnp` shows who listens)"
-        yield Check("port", "error", f"all of {first} to {first + PORTS - 1} are taken", do)
+        do = "MASTER_PORT=ANOTHER (`ss -ltnp` shows which process listens)"
+        yield Check("port", "error", f"all of {first} to {first + machine_facts.PORTS_TRIED - 1} are taken", do)
 
 
 def _host() -> Iterator[Check]:

@@ -33,6 +33,7 @@ PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # share
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
 LARGEST_MICRO_BATCH = 32  # samples; larger ones were never measured
 DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for validation and for the estimate's error
+ADVISED_BYTES = 20e9  # free memory of a GPU for Qwen2.5-0.5B, activations included
 ASSUMED_GPU_GIB = 80.0  # where no GPU can be asked
 
 Path = Literal["fast", "plain", "sdpa"]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from common.files import write_atomic
 from common.rundir import RUNS, find_run
 from recipes.plan import Shape
 from recipes.qwen25 import QWEN25_500M
@@ -62,9 +63,8 @@ class Passport:
             "ok_strict": self.ok(strict=True),
             "items": [asdict(item) for item in self.items],
         }
-        part = self.path.with_suffix(".json.tmp")
-        part.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return part.replace(self.path)
+        write_atomic(self.path, json.dumps(content, indent=1) + "\n")
+        return self.path
 
     def table(self) -> Table:
         """A table for the terminal, one coloured row per item."""

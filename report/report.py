@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.files import write_atomic
 from common.rundir import RUNS, find_run
 from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens
 from report.corpus_hashes import count_data_bytes
@@ -40,9 +41,8 @@ def write_report(run: str | Path, against: Sequence[str | Path] = (), *, root: P
     files, *others = [read_run(find_run(name, root)) for name in (run, *against)]
     page = render(_collect(files, [(other, compute_changes(other)) for other in others]))
     target = files.run.path / PAGE
-    part = target.with_suffix(".html.tmp")
-    part.write_text(page, encoding="utf-8", errors="replace")
-    return part.replace(target)
+    write_atomic(target, page.encode(errors="replace").decode())  # JSON may hold surrogates, which UTF-8 has not
+    return target
 
 
 def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]]) -> ReportData:

@@ -9,12 +9,11 @@ from common import machine_facts
 from common.environment.sets import BACKEND_KEY
 from common.rundir import RunDir
 from launcher.preflight.findings import Finding, error, warning
-from recipes.memory import estimate
+from recipes.memory import ADVISED_BYTES, estimate
 from recipes.plan import Plan
 from recipes.qwen25 import QWEN25_500M
 
-ADVISED = 20e9 / QWEN25_500M.num_parameters  # bytes per parameter: 20 GB for Qwen2.5-0.5B, activations included
-PORTS = 10
+ADVISED = ADVISED_BYTES / QWEN25_500M.num_parameters  # bytes per parameter
 
 
 def check_ranks(plan: Plan, run: RunDir) -> Iterator[Finding]:
@@ -85,14 +84,12 @@ def check_port(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not named.isdigit() or not 0 < int(named) < 65536:
         yield error("MASTER_PORT is no port", expected="1 to 65535", found=repr(named), do="unset MASTER_PORT")
         return
-    near = [
-        number for number in range(int(named), min(int(named) + PORTS, 65536)) if machine_facts.port_is_free(number)
-    ]
+    near = machine_facts.free_ports(int(named))
     if near[:1] == [int(named)]:
         return
     yield error(
         f"port {named} is taken",
         expected="MASTER_PORT free on rank 0's machine",
         found="another process listens there (`ss -ltnp` shows which)",
-        do=f"MASTER_PORT={near[0]}, which is free" if near else f"another MASTER_PORT: the next {PORTS} are taken too",
+        do=f"MASTER_PORT={near[0]}, which is free" if near else "another MASTER_PORT: the next ones are taken too",
     )
