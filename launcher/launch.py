@@ -26,7 +26,7 @@ from launcher.outcome import ExplainFailure, submit_and_record
 from launcher.preflight import check as preflight
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
-from training.distributed import rank_env as place
+from training.distributed import rank_env
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -154,7 +154,7 @@ def _choose_executor(resolved: Resolved) -> Resolved:
 def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Setting]:
     """Apply the run's environment set to this process; start again if a library must be loaded before all others."""
     spec, plan = resolved.spec, resolved.plan
-    if spec.executor == "direct" and (dropped := place.alone(os.environ)):
+    if spec.executor == "direct" and (dropped := rank_env.clear_rank_variables(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
     before = dict(os.environ)
     settings = apply_environment(_env_name(spec.env or plan.environment_set, cluster), os.environ, plan)

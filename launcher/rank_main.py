@@ -21,16 +21,14 @@ from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
-from training import heartbeat
-from training import sigterm as shield
-from training.distributed import rank_env as place
-from training.distributed.rank_env import Place
+from training import heartbeat, sigterm
+from training.distributed.rank_env import RankInfo, read_rank, set_torchrun_variables
 from training.system_samples import SystemSampler
 
 log = logging.getLogger("launch")
 
 
-def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built: build.Built | None = None) -> int:
+def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, built: build.Built | None = None) -> int:
     """Build the configuration on the machine that trains it, unless the launcher's own process did, and train it.
 
     Args:
@@ -45,7 +43,7 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
     Raises:
         ProjectError: anything the user can mend.
     """
-    where = where or Place()
+    where = where or RankInfo()
     resolved = resolved.with_spec(attempt=resolved.spec.attempt + where.restarts)
     spec = resolved.spec
     attempt = folder.attempt(spec.attempt)
@@ -73,7 +71,7 @@ def train(folder: RunDir, resolved: Resolved, where: Place | None = None, built:
         return _fit(built, folder, spec, where)
 
 
-def _fit_batch(resolved: Resolved, folder: RunDir, where: Place) -> Resolved:
+def _fit_batch(resolved: Resolved, folder: RunDir, where: RankInfo) -> Resolved:
     """Choose the micro batch on the machine that trains; rank 0 records it, so that a resumed run keeps it.
 
     Every rank chooses for itself: nodes with GPUs of different sizes come to different configurations, which the
@@ -95,7 +93,7 @@ def _check(plan: Plan, folder: RunDir) -> None:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 
-def _start_or_resume(built: build.Built, folder: RunDir, where: Place) -> None:
+def _start_or_resume(built: build.Built, folder: RunDir, where: RankInfo) -> None:
     """From the newest whole checkpoint, if there is one: --resume, or a job that its scheduler started again."""
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
@@ -110,11 +108,11 @@ def _start_or_resume(built: build.Built, folder: RunDir, where: Place) -> None:
         start_from_base(built.partial, folder, built.plan, write=where.rank == 0)
 
 
-def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int:
+def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> int:
     import nemo_run as run
 
-    from training.distributed import consistency as ranks
-    from training.distributed import lost_ranks as peers
+    from training.distributed.consistency import record_run_facts
+    from training.distributed.lost_ranks import explain_failed_collectives
     from training.interrupt import Interrupted
 
     attempt = folder.attempt(spec.attempt)
@@ -122,9 +120,9 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
     def last_word(text: str) -> None:
         heartbeat.end(RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text), attempt)
 
-    ranks.declare(build.to_yaml(built.partial), data_records.manifests(built.partial))
+    record_run_facts(build.to_yaml(built.partial), data_records.manifests(built.partial))
     try:
-        with peers.explained(last_word):
+        with explain_failed_collectives(last_word):
             run.run(built.partial, direct=True)
     except Interrupted:
         return _stopped(folder, spec, where, together=True)
@@ -144,7 +142,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: Place) -> int
     return 0
 
 
-def _stopped(folder: RunDir, spec: RunSpec, where: Place, *, together: bool) -> int:
+def _stopped(folder: RunDir, spec: RunSpec, where: RankInfo, *, together: bool) -> int:
     if where.rank == 0:
         what = f"resume with: {spec.resume_command}" if folder.whole_checkpoints() else "there is no checkpoint yet"
         log.warning("stopped by Ctrl-C; %s", what)
@@ -193,7 +191,7 @@ def _last_word(folder: RunDir, resolved: Resolved, where: Place) -> Iterator[Non
         samples.stop()
 
 
-def _join(folder: RunDir) -> tuple[Resolved, Place]:
+def _join(folder: RunDir) -> tuple[Resolved, RankInfo]:
     """Set the run's environment, read this process's rank, and set torchrun's variables for every library.
 
     Raises:
@@ -203,7 +201,7 @@ def _join(folder: RunDir) -> tuple[Resolved, Place]:
         os.environ.setdefault(row["key"], row["value"])
     resolved = resolve(folder.spec())
     plan = resolved.plan
-    where = place.find(os.environ, plan.devices)
+    where = read_rank(os.environ, plan.devices)
     if where.world_size != plan.world_size:
         raise UserError(
             "another number of ranks than the run was written for",
@@ -211,7 +209,7 @@ def _join(folder: RunDir) -> tuple[Resolved, Place]:
             found=f"{where.world_size} from {where.started_by}",
             do=f"start {plan.world_size}, or write the run anew with --devices and --nodes",
         )
-    place.settle(os.environ, where)
+    set_torchrun_variables(os.environ, where)
     return resolved, where
 
 
@@ -225,7 +223,7 @@ def main(argv: list[str]) -> int:
     folder = RunDir.at(argv[0])
     try:
         if folder.spec().executor == "slurm":
-            shield.raise_()
+            sigterm.block()
         resolved, where = _join(folder)
         logs.log_to_console(where.rank, folder.attempt(resolved.spec.attempt + where.restarts) / "console.log")
         return train(folder, resolved, where)
@@ -235,7 +233,7 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     finally:
-        shield.end_children()
+        sigterm.kill_children()
 
 
 if __name__ == "__main__":

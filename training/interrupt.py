@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from training import global_totals as whole
-from training import sigterm as shield
+from training import sigterm
 from training.async_read import Later
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is the one that mpirun passes on
@@ -53,7 +53,7 @@ class StopOnInterrupt(pl.Callback):
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self.asked and shield.asked():
+        if not self.asked and sigterm.is_pending():
             log.warning("SIGTERM from the scheduler: saving, then stopping")
             self.asked = True
         asked = self.asked

@@ -10,8 +10,8 @@ from nemo import lightning as nl
 from nemo.lightning import _strategy_lib
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
-from training.distributed import consistency as ranks
-from training.distributed import lost_ranks as peers
+from training.distributed.consistency import check_ranks
+from training.distributed.lost_ranks import record_step, set_collective_timeout
 
 
 class Strategy(nl.MegatronStrategy):
@@ -25,9 +25,9 @@ class Strategy(nl.MegatronStrategy):
 
     def setup_distributed(self) -> None:
         """Make the process groups with the environment's timeout, and compare the ranks before anything else."""
-        peers.limit_waiting()
+        set_collective_timeout()
         super().setup_distributed()
-        ranks.check()
+        check_ranks()
 
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: zero the gradients, forward and backward of all micro batches, report the loss.
@@ -43,7 +43,7 @@ class Strategy(nl.MegatronStrategy):
             loss = self.model.training_step(dataloader_iter, *args, **kwargs)
             _strategy_lib._sync_from_last_pipeline_stage(loss, broadcast=False)
             self.lightning_module.log("reduced_train_loss", loss, batch_size=1, sync_dist=False)
-            peers.step_ended()
+            record_step()
             return loss
 
     def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:

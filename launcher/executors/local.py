@@ -13,7 +13,7 @@ from common import logs, rank_states
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
-from training.distributed import rank_env as place
+from training.distributed import rank_env
 
 ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("launch")
@@ -47,7 +47,7 @@ def _prepare_environment(job: Job) -> list[str]:
     Returns:
         a line for the log for each number that was chosen, with its reason.
     """
-    place.alone(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
+    rank_env.clear_rank_variables(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     path = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     os.environ["PATH"] = os.pathsep.join(path)  # NeMo-Run starts `torchrun` by name, also without an active venv
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -20,7 +20,7 @@ from common.errors import PreflightError, UserError
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
-from training.distributed import rank_env as place
+from training.distributed import rank_env
 
 ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("launch")
@@ -86,9 +86,9 @@ def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
         a line for the log for each value, with its reason.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    place.alone(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
+    rank_env.clear_rank_variables(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
-    os.environ["MASTER_PORT"] = port or str(place.free_port())
+    os.environ["MASTER_PORT"] = port or str(rank_env.find_free_port())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     threads = max(1, (os.cpu_count() or 1) // job.devices)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -1,1 +1,1 @@
-"""Several ranks: who this one is, whether all ranks agree, and which rank was lost."""
+"""Several ranks: which one this is, whether all ranks agree, and which one was lost."""

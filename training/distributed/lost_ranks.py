@@ -1,9 +1,9 @@
-"""When a rank is lost: end within the time that was set, and say which rank and host it was.
+"""Ends a run within the collective timeout when a rank is lost, and names that rank and its host.
 
 Each rank listens on a port of its own from the start. When a collective fails, or no step ends for most of the
-timeout, the others are asked one by one: a host that cut the link, a process that died and a process that is stuck
-answer differently. Without this torch names nobody ("Timed out waiting for recv operation to complete"), and NCCL's
-watchdog ends the process from C++.
+timeout, a rank asks the others one by one. A host whose link is cut, a process that is dead and a process that is
+stuck answer differently. Without this, torch names no rank ("Timed out waiting for recv operation to complete"), and
+NCCL's watchdog ends the process from C++.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from common.errors import EXIT_RUN, ProjectError
 
 log = logging.getLogger("launch")
 
-_ANSWER_S = 3.0  # a peer that needs longer for one byte is not well
-_FAILURE = re.compile(
+_REPLY_TIMEOUT_S = 3.0  # a live process needs far less for one number
+_COLLECTIVE_FAILURE = re.compile(
     r"Timed out waiting|Connection closed by peer|Connection reset by peer|Broken pipe|No route to host"
     r"|Connect timeout|Connection refused|NCCL error|ncclRemoteError|Watchdog|wait timeout|Socket Timeout|Gloo"
 )
 
 
-class LostPeerError(ProjectError):
-    """A rank went away while others waited for it (exit code 1)."""
+class LostRankError(ProjectError):
+    """A collective failed because another rank ended or does not answer (exit code 1)."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where a rank can be asked whether it lives."""
+    """The address on which a rank answers whether it is alive."""
 
     rank: int
     host: str
     address: str
     port: int
 
-    def ask(self) -> str:
-        """What is wrong with it; nothing if it lives."""
+    def problem(self) -> str:
+        """Ask the rank for its number. Returns what is wrong with it, or an empty string if it is alive."""
         try:
-            wire = socket.create_connection((self.address, self.port), timeout=_ANSWER_S)
+            connection = socket.create_connection((self.address, self.port), timeout=_REPLY_TIMEOUT_S)
         except ConnectionRefusedError:
             return "its process is gone"
-        except OSError as problem:
-            return f"its host does not answer ({problem.strerror or problem})"
-        with wire, contextlib.suppress(OSError):  # the kernel takes the call, the process says its number
-            if wire.recv(16) == str(self.rank).encode():
+        except OSError as error:
+            return f"its host does not answer ({error.strerror or error})"
+        with connection, contextlib.suppress(OSError):  # the kernel accepts; only a live process sends its number
+            if connection.recv(16) == str(self.rank).encode():
                 return ""
         return "its process is stuck or ending"
 
@@ -66,42 +66,48 @@ class Peer:
         return f"rank {self.rank} on {self.host} ({self.address})"
 
 
-class Presence:
-    """This rank's open port, and the other ranks'."""
+class LivenessServer:
+    """This rank's open port, and the other ranks' addresses.
+
+    Args:
+        rank: the number that is sent to every rank that connects.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.others: list[Peer] = []
+        self.peers: list[Peer] = []
         self.last_step = time.monotonic()
-        self._door = socket.create_server(("", 0), backlog=128)
-        threading.Thread(target=self._serve, name="presence", daemon=True).start()
+        self._socket = socket.create_server(("", 0), backlog=128)
+        threading.Thread(target=self._serve, name="liveness-server", daemon=True).start()
 
-    def here(self) -> Peer:
-        return Peer(self.rank, socket.gethostname(), _own_address(), self._door.getsockname()[1])
+    def own_peer(self) -> Peer:
+        """This rank as the others reach it."""
+        return Peer(self.rank, socket.gethostname(), _own_address(), self._socket.getsockname()[1])
 
     def _serve(self) -> None:
         while True:
             with contextlib.suppress(OSError):
-                wire, _ = self._door.accept()
-                with wire:
-                    wire.sendall(str(self.rank).encode())
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.sendall(str(self.rank).encode())
 
-    def know(self, others: Sequence[Peer]) -> None:
-        """Remember those that can be asked; behind a firewall silence would mean nothing."""
-        closed = {peer for peer, problem in _ask_all(others) if problem}
-        self.others = [peer for peer in others if peer not in closed]
-        if closed:
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """Remember the ranks that answer now. From a rank behind a firewall, later silence would mean nothing."""
+        unreachable = {peer for peer, problem in _ask_all(peers) if problem}
+        self.peers = [peer for peer in peers if peer not in unreachable]
+        if unreachable:
             log.warning(
-                "peers: %s cannot be asked from here; if lost, it will not be named", ", ".join(map(str, closed))
+                "lost ranks: %s cannot be reached from this rank; if lost, it will not be named",
+                ", ".join(map(str, unreachable)),
             )
 
-    def lost(self) -> list[str]:
-        """One line for each rank that does not answer."""
-        return [f"{peer}: {problem}" for peer, problem in _ask_all(self.others) if problem]
+    def find_lost(self) -> list[str]:
+        """Ask all other ranks. Returns one line for each that is not alive."""
+        return [f"{peer}: {problem}" for peer, problem in _ask_all(self.peers) if problem]
 
 
 def _own_address() -> str:
-    """The address that leads to the other ranks: the one from which MASTER_ADDR is reached."""
+    """This machine's address towards the other ranks: the one from which MASTER_ADDR is reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))))
         return str(probe.getsockname()[0])
@@ -111,18 +117,21 @@ def _ask_all(peers: Sequence[Peer]) -> list[tuple[Peer, str]]:
     if not peers:
         return []
     with concurrent.futures.ThreadPoolExecutor(min(64, len(peers))) as pool:
-        return list(zip(peers, pool.map(Peer.ask, peers), strict=True))
+        return list(zip(peers, pool.map(Peer.problem, peers), strict=True))
 
 
-_presence: Presence | None = None
-_tell: Callable[[str], None] | None = None
+_server: LivenessServer | None = None
+_record_error: Callable[[str], None] | None = None
 
 
-def limit_waiting() -> int:
-    """Give every process group, and those still to be made, the timeout of the environment; in seconds.
+def set_collective_timeout() -> int:
+    """Give every process group, and those still to be made, the timeout that the environment sets.
 
-    NeMo 2.3 makes the world's group with torch's default and Megatron's with 30 minutes, and takes neither from the
-    recipe. To be called before the groups are made and again after.
+    NeMo 2.3 makes the world's group with torch's default and Megatron's groups with 30 minutes, and takes neither from
+    the recipe. Call it before the groups are made and again afterwards.
+
+    Returns:
+        the timeout in seconds.
     """
     seconds = collective_timeout_s(os.environ)
     limit = timedelta(seconds=seconds)
@@ -134,86 +143,87 @@ def limit_waiting() -> int:
     return seconds
 
 
-def open_door(rank: int) -> Peer:
-    """Listen; returns what the other ranks must know."""
-    global _presence
-    _presence = Presence(rank)
-    return _presence.here()
+def start_server(rank: int) -> Peer:
+    """Start to answer the other ranks. Returns the address that they need."""
+    global _server
+    _server = LivenessServer(rank)
+    return _server.own_peer()
 
 
-def meet(everyone: Sequence[Peer]) -> None:
-    """Know the other ranks, and watch for the time when no step ends."""
-    assert _presence is not None
-    _presence.know([peer for peer in everyone if peer.rank != _presence.rank])
-    threading.Thread(target=_watch, args=(_presence,), name="peer-watch", daemon=True).start()
+def watch_peers(peers: Sequence[Peer]) -> None:
+    """Remember the other ranks (`peers` includes this one), and start to watch for the time in which no step ends."""
+    assert _server is not None
+    _server.set_peers([peer for peer in peers if peer.rank != _server.rank])
+    threading.Thread(target=_watch, args=(_server,), name="lost-ranks-watch", daemon=True).start()
 
 
-def step_ended() -> None:
-    """This rank goes on: a step, or a batch of a validation, is over."""
-    if _presence is not None:
-        _presence.last_step = time.monotonic()
+def record_step() -> None:
+    """Note that this rank makes progress: a training step has ended."""
+    if _server is not None:
+        _server.last_step = time.monotonic()
 
 
-def _watch(presence: Presence) -> None:
-    """Shortly before collectives time out, name who is lost. Under NCCL nobody else could: end this rank here."""
-    patience = 0.9 * collective_timeout_s(os.environ)
+def _watch(server: LivenessServer) -> None:
+    """Name the lost ranks shortly before collectives time out. With NCCL also end this rank: no exception would."""
+    limit_s = 0.9 * collective_timeout_s(os.environ)
     while True:
-        time.sleep(min(1.0, patience / 10))
-        if time.monotonic() - presence.last_step < patience:
+        time.sleep(min(1.0, limit_s / 10))
+        if time.monotonic() - server.last_step < limit_s:
             continue
-        if lost := presence.lost():
-            text = _error(lost, f"no step ended for {patience:.0f} s").explain()
+        if lost := server.find_lost():
+            text = _collective_error(lost, f"no step ended for {limit_s:.0f} s").explain()
             log.error("%s", text)
             if dist.get_backend() == "nccl":
-                if _tell is not None:
-                    _tell(text)
+                if _record_error is not None:
+                    _record_error(text)
                 os._exit(EXIT_RUN)
             return
-        presence.last_step = time.monotonic()
+        server.last_step = time.monotonic()
 
 
 @contextlib.contextmanager
-def explained(tell: Callable[[str], None]) -> Iterator[None]:
-    """Turn a failed collective into an error that names the lost rank.
+def explain_failed_collectives(record_error: Callable[[str], None]) -> Iterator[None]:
+    """Turn the error of a failed collective into one that names the lost rank.
 
     Args:
-        tell: keeps this rank's last word where its launcher finds it, for the case that no exception can.
+        record_error: writes an error text to this rank's state file. It is called where the process ends without an
+            exception.
 
     Raises:
-        LostPeerError: instead of torch's error, which is its cause.
+        LostRankError: instead of torch's error, which is its cause.
     """
-    global _tell
-    _tell = tell
+    global _record_error
+    _record_error = record_error
     try:
         yield
-    except (RuntimeError, OSError) as problem:
-        if _presence is None or not _is_failed_collective(problem):
+    except (RuntimeError, OSError) as error:
+        if _server is None or not _is_failed_collective(error):
             raise
-        raise _error(_presence.lost(), _first_line(problem)) from problem
+        raise _collective_error(_server.find_lost(), _first_line(error)) from error
 
 
-def _is_failed_collective(problem: BaseException) -> bool:
-    return isinstance(problem, dist.DistError) or bool(_FAILURE.search(str(problem)))
+def _is_failed_collective(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or bool(_COLLECTIVE_FAILURE.search(str(error)))
 
 
-def _first_line(problem: BaseException) -> str:
-    """torch's words without its C++ call stack and advice."""
-    text = " ".join(re.split(r"Exception raised from|This is typically", str(problem))[0].split())
+def _first_line(error: BaseException) -> str:
+    """torch's message without its C++ call stack and advice."""
+    text = " ".join(re.split(r"Exception raised from|This is typically", str(error))[0].split())
     return re.sub(r"\[[^\]]*/(\w+\.(?:cc|cpp|h):\d+)\]", r"[\1]", text)[:300]
 
 
-def _error(lost: Sequence[str], words: str) -> LostPeerError:
+def _collective_error(lost: Sequence[str], message: str) -> LostRankError:
     seconds = collective_timeout_s(os.environ)
     if lost:
-        return LostPeerError(
+        return LostRankError(
             "lost " + "; ".join(lost),
-            expected=f"an answer of every rank within {seconds} s ({TIMEOUT_KEY})",
-            found=words,
-            do="look at that host (its log, its network, its memory); then --resume goes on from the last checkpoint",
+            expected=f"an answer from every rank within {seconds} s ({TIMEOUT_KEY})",
+            found=message,
+            do="look at that host (its log, its network, its memory), then continue from the last checkpoint: --resume",
         )
-    return LostPeerError(
+    return LostRankError(
         "a collective failed, though every rank still answers",
         expected=f"all ranks in the same collective within {seconds} s ({TIMEOUT_KEY})",
-        found=words,
-        do=f"the ranks' logs: one may be slow or elsewhere in its work; {TIMEOUT_KEY} sets the patience",
+        found=message,
+        do=f"compare the ranks' logs: one rank may be slow or in another collective; {TIMEOUT_KEY} sets the timeout",
     )

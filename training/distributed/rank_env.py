@@ -1,8 +1,8 @@
-"""Which rank this process is: read from whoever started it, told to every library in one way.
+"""Reads this process's rank from its launcher's variables, and sets torchrun's variables for every library.
 
-Lightning, NeMo and Megatron each look for torchrun's, Slurm's and MPI's variables in an order of their own, so that
-two of them can disagree, and a single process inside a Slurm job or under mpirun takes itself for one of many. After
-`settle` there are torchrun's variables and no others; after `alone` there are none.
+Lightning, NeMo and Megatron each look for torchrun's, Slurm's and MPI's variables, each in its own order. Two of them
+can disagree, and a single process inside a Slurm job or under mpirun can take itself for one of many.
+`set_torchrun_variables` leaves torchrun's variables and no other launcher's; `clear_rank_variables` leaves none at all.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from common.errors import UserError
 
-_FOREIGN = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "JSM_", "TORCHELASTIC_", "PET_")
-_OURS: tuple[str, ...] = (
+_OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "LSB_", "JSM_", "TORCHELASTIC_", "PET_")
+_TORCHRUN = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -24,10 +24,13 @@ _OURS: tuple[str, ...] = (
     "GROUP_RANK",
     "NODE_RANK",
     "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "ROLE_NAME",
 )
-_OURS += ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME")
-# rank, world size, rank on the node, ranks on the node, a name of this one launch; the first that fits is believed
-_STARTERS = {
+# launcher -> its variables for: rank, world size, rank on the node, ranks on the node, a name of this launch.
+# The first launcher whose rank and world size are set is used.
+_LAUNCHERS = {
     "mpirun (Open MPI)": (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
@@ -42,91 +45,96 @@ _STARTERS = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """One rank among `world_size`, `local_rank` of its node's `local_world_size`."""
+class RankInfo:
+    """One rank of `world_size`, which is `local_rank` of the `local_world_size` ranks on its node.
+
+    Args:
+        restarts: how often a scheduler has started the job again by itself.
+        started_by: the launcher whose variables were read.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    restarts: int = 0  # how often the job was started again by its scheduler, without the launcher
+    restarts: int = 0
     started_by: str = "this process"
 
 
-def find(environ: MutableMapping[str, str], devices: int) -> Place:
-    """The place that the starter's variables give this process.
+def read_rank(environ: MutableMapping[str, str], devices: int) -> RankInfo:
+    """Read this process's rank from its launcher's variables.
 
     Args:
-        environ: as the starter left it.
-        devices: ranks per node, where the starter does not say.
+        environ: the environment as the launcher left it.
+        devices: ranks per node, for a launcher that does not say.
 
     Raises:
-        UserError: no starter, or another number of ranks than the run was written for.
+        UserError: no launcher's variables are set.
     """
-    rows = dict(_STARTERS)
+    candidates = dict(_LAUNCHERS)
     if "TORCHELASTIC_RUN_ID" in environ:  # torchrun, possibly inside a Slurm job or under mpirun
-        rows = {"torchrun": rows["the environment"]}
-    for starter, (rank, size, local, per_node, _) in rows.items():
-        if rank in environ and size in environ:
-            number = int(environ[rank])
-            return Place(
-                rank=number,
-                world_size=int(environ[size]),
-                local_rank=int(environ.get(local, number % devices)),
-                local_world_size=int(environ.get(per_node, str(devices)).split("(")[0]),
+        candidates = {"torchrun": candidates["the environment"]}
+    for launcher, (rank_key, size_key, local_rank_key, local_size_key, _) in candidates.items():
+        if rank_key in environ and size_key in environ:
+            rank = int(environ[rank_key])
+            return RankInfo(
+                rank=rank,
+                world_size=int(environ[size_key]),
+                local_rank=int(environ.get(local_rank_key, rank % devices)),
+                local_world_size=int(environ.get(local_size_key, str(devices)).split("(")[0]),
                 restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT") or environ.get("SLURM_RESTART_COUNT") or 0),
-                started_by=starter,
+                started_by=launcher,
             )
     raise UserError(
-        "nobody says which rank this process is",
+        "no variable says which rank this process is",
         expected="torchrun's RANK and WORLD_SIZE, or mpirun's or srun's variables",
         found="none of them",
         do="torchrun --nproc-per-node N -m launcher.rank_main runs/NAME (or mpirun -np N python -m ...)",
     )
 
 
-def settle(environ: MutableMapping[str, str], place: Place) -> None:
-    """Leave torchrun's variables, with a meeting point, and no other starter's.
+def set_torchrun_variables(environ: MutableMapping[str, str], info: RankInfo) -> None:
+    """Replace every launcher's variables by torchrun's, MASTER_ADDR and MASTER_PORT included.
 
     Raises:
-        UserError: ranks on several nodes and nobody says where rank 0 listens.
+        UserError: the ranks are on several nodes and nothing gives the address of rank 0.
     """
-    own = place.started_by == "torchrun"
-    kept = {key: environ[key] for key in environ if own and key.startswith("TORCHELASTIC_")}
-    address = environ.get("MASTER_ADDR") or _address(environ, place)
-    port = environ.get("MASTER_PORT") or str(_agreed_port(environ))
-    _drop(environ)
+    from_torchrun = info.started_by == "torchrun"
+    kept = {key: environ[key] for key in environ if from_torchrun and key.startswith("TORCHELASTIC_")}
+    address = environ.get("MASTER_ADDR") or _master_address(environ, info)
+    port = environ.get("MASTER_PORT") or str(_shared_port(environ))
+    _remove_rank_variables(environ)
     environ.update(kept)
     environ.setdefault("TORCHELASTIC_RUN_ID", "none")  # so that Lightning takes the ranks from these variables
     environ.update(
         MASTER_ADDR=address,
         MASTER_PORT=port,
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world_size),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world_size),
-        GROUP_RANK=str(place.rank // max(1, place.local_world_size)),
+        RANK=str(info.rank),
+        WORLD_SIZE=str(info.world_size),
+        LOCAL_RANK=str(info.local_rank),
+        LOCAL_WORLD_SIZE=str(info.local_world_size),
+        GROUP_RANK=str(info.rank // max(1, info.local_world_size)),
     )
 
 
-def alone(environ: MutableMapping[str, str]) -> list[str]:
-    """Forget every starter: this process is the whole run.
+def clear_rank_variables(environ: MutableMapping[str, str]) -> list[str]:
+    """Remove every launcher's variables: this process is the whole run, or starts ranks of its own.
 
     Returns:
-        the prefixes of what was dropped (`SLURM_*`), for the log.
+        the prefixes of the removed variables (`SLURM_*`), for the log.
     """
-    dropped = _drop(environ)
-    if dropped:  # their meeting point is not ours: another process may listen there
+    removed = _remove_rank_variables(environ)
+    if removed:  # their master address is not this run's: another process may listen there
         environ.pop("MASTER_ADDR", None)
         environ.pop("MASTER_PORT", None)
-    return sorted({key.split("_")[0] + "_*" if "_" in key and key not in _OURS else key for key in dropped})
+    return sorted({key if key in _TORCHRUN else key.split("_")[0] + "_*" for key in removed})
 
 
-def free_port(tries: int = 10, first: int = 29500) -> int:
-    """The first port from `first` on that nobody listens on here, of `tries`.
+def find_free_port(tries: int = 10, first: int = 29500) -> int:
+    """The first of the ports `first` to `first + tries - 1` on which nothing listens on this machine.
 
     Raises:
-        UserError: all of them are taken.
+        UserError: all of them are in use.
     """
     for port in range(first, first + tries):
         with socket.socket() as probe:
@@ -137,36 +145,36 @@ def free_port(tries: int = 10, first: int = 29500) -> int:
             return port
     raise UserError(
         f"no free port between {first} and {first + tries - 1}",
-        expected="a port where rank 0 can listen",
-        found=f"{tries} taken ports (`ss -ltnp` shows by whom)",
+        expected="a port on which rank 0 can listen",
+        found=f"{tries} ports in use (`ss -ltnp` shows by which process)",
         do="set MASTER_PORT to a free one",
     )
 
 
-def _drop(environ: MutableMapping[str, str]) -> list[str]:
-    # OMPI_MCA_... are settings, not a place: containers set some without which MPI_Init, which Lightning calls where
-    # mpi4py is installed, ends the process
-    dropped = [key for key in environ if (key.startswith(_FOREIGN) and "_MCA_" not in key) or key in _OURS]
-    for key in dropped:
+def _remove_rank_variables(environ: MutableMapping[str, str]) -> list[str]:
+    # OMPI_MCA_... are settings of the library. Containers set some of them without which MPI_Init, which Lightning
+    # calls where mpi4py is installed, ends the process.
+    removed = [key for key in environ if (key.startswith(_OTHER_LAUNCHERS) and "_MCA_" not in key) or key in _TORCHRUN]
+    for key in removed:
         del environ[key]
-    return dropped
+    return removed
 
 
-def _address(environ: MutableMapping[str, str], place: Place) -> str:
-    if place.local_world_size >= place.world_size:
+def _master_address(environ: MutableMapping[str, str], info: RankInfo) -> str:
+    if info.local_world_size >= info.world_size:
         return "127.0.0.1"
     if "SLURM_LAUNCH_NODE_IPADDR" in environ:  # where srun was called: the first node of a batch job
         return environ["SLURM_LAUNCH_NODE_IPADDR"]
     raise UserError(
-        "ranks on several nodes, and no meeting point",
+        "the ranks are on several nodes, and the address of rank 0 is not known",
         expected="MASTER_ADDR, the name or address of rank 0's node, in every rank's environment",
         found="no MASTER_ADDR",
         do="mpirun -x MASTER_ADDR=HOST ..., or python launch.py --executor mpirun, which sets it",
     )
 
 
-def _agreed_port(environ: MutableMapping[str, str]) -> int:
-    """A port that all ranks of one launch compute alike: from the launch's own name, above the usual services."""
-    names = [environ[row[-1]] for row in _STARTERS.values() if row[-1] in environ]
+def _shared_port(environ: MutableMapping[str, str]) -> int:
+    """A port above the usual services that every rank computes alike, from the name of the launch."""
+    names = [environ[keys[-1]] for keys in _LAUNCHERS.values() if keys[-1] in environ]
     name = names[0] if names else str(os.getppid())
     return 20000 + int(hashlib.sha256(name.encode()).hexdigest(), 16) % 12000

@@ -13,32 +13,32 @@ from typing import Any
 
 import pytest
 
-from training.distributed.rank_env import free_port
+from training.distributed.rank_env import find_free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 RANK = """
 import json, os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from training.distributed import consistency as ranks, lost_ranks as peers
+from training.distributed import consistency, lost_ranks
 from common.errors import ProjectError
 
 odd = json.loads(sys.argv[1]) if os.environ["RANK"] == sys.argv[2] else {}
-facts, clock = ranks.facts, time.time
-ranks.facts = lambda: {**facts(), **odd.get("facts", {})}
+facts, clock = consistency.collect_facts, time.time
+consistency.collect_facts = lambda: {**facts(), **odd.get("facts", {})}
 if "clock" in odd:
-    ranks.time.time = lambda: clock() + odd["clock"]
-peers.limit_waiting()
+    consistency.time.time = lambda: clock() + odd["clock"]
+lost_ranks.set_collective_timeout()
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))  # as Megatron makes its own
 try:
-    ranks.declare(odd.get("config", "a: 1"), {})
-    with peers.explained(print):
-        ranks.check()
+    consistency.record_run_facts(odd.get("config", "a: 1"), {})
+    with lost_ranks.explain_failed_collectives(print):
+        consistency.check_ranks()
         print("alike", flush=True)
         for step in range(10**6 if len(sys.argv) > 3 else 3):
             dist.all_reduce(torch.ones(4), group=group)
-            peers.step_ended()
+            lost_ranks.record_step()
             time.sleep(0.01)
     print("done", flush=True)
 except ProjectError as error:
@@ -50,7 +50,7 @@ except ProjectError as error:
 def _start(
     odd: dict[str, Any], odd_rank: int, world: int, *words: str, script: str = RANK, **environ: str
 ) -> list[subprocess.Popen[str]]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(100, 29700)), "WORLD_SIZE": str(world)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port(100, 29700)), "WORLD_SIZE": str(world)}
     place |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPT_PROCESS_GROUP_TIMEOUT_S": "5", **environ}
     command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(odd), str(odd_rank), *words]
     return [

@@ -1,4 +1,4 @@
-"""Which rank is this? Every starter's variables give the same answer, and none is left for a library to misread."""
+"""Every launcher's variables give the same rank, and none is left for a library to misread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from common.errors import UserError
-from training.distributed import rank_env as place
+from training.distributed.rank_env import clear_rank_variables, find_free_port, read_rank, set_torchrun_variables
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -50,11 +50,11 @@ HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
         ({**SRUN, **TORCHRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, "node1"),  # torchrun inside one
     ],
 )
-def test_one_answer(environ: dict[str, str], address: str) -> None:
+def test_every_launcher_gives_the_same_rank(environ: dict[str, str], address: str) -> None:
     environ = dict(environ)
-    found = place.find(environ, devices=2)
+    found = read_rank(environ, devices=2)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
-    place.settle(environ, found)
+    set_torchrun_variables(environ, found)
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("3", "4", "1")
     assert environ["MASTER_ADDR"] == address and 1024 < int(environ["MASTER_PORT"]) < 65536
     assert not [key for key in environ if key.startswith(("SLURM_", "OMPI_", "PMI"))]
@@ -66,29 +66,29 @@ def test_all_ranks_of_a_launch_agree_on_a_port() -> None:
     for rank in range(4):
         environ = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": str(rank)}
         del environ["MASTER_PORT"]
-        place.settle(environ, place.find(environ, devices=2))
+        set_torchrun_variables(environ, read_rank(environ, devices=2))
         ports.add(environ["MASTER_PORT"])
     assert len(ports) == 1
 
 
-def test_several_nodes_need_a_meeting_point() -> None:
+def test_several_nodes_need_the_address_of_rank_0() -> None:
     environ = {key: value for key, value in OPEN_MPI.items() if key != "MASTER_ADDR"}
-    with pytest.raises(UserError, match="meeting point"):
-        place.settle(environ, place.find(environ, devices=2))
+    with pytest.raises(UserError, match="address of rank 0 is not known"):
+        set_torchrun_variables(environ, read_rank(environ, devices=2))
     with pytest.raises(UserError, match="which rank"):
-        place.find({}, devices=2)
+        read_rank({}, devices=2)
 
 
-def test_a_restarted_job_says_so() -> None:
-    assert place.find({**SRUN, "SLURM_RESTART_COUNT": "2"}, devices=2).restarts == 2
+def test_restarts_of_a_job_are_counted() -> None:
+    assert read_rank({**SRUN, "SLURM_RESTART_COUNT": "2"}, devices=2).restarts == 2
 
 
-def test_alone_forgets_everyone() -> None:
+def test_clear_removes_every_launchers_variables() -> None:
     environ = {**SRUN, **OPEN_MPI, **TORCHRUN, "PATH": "/bin"}
-    assert place.alone(environ)
+    assert clear_rank_variables(environ)
     assert environ == {"PATH": "/bin"}
-    mine = {"MASTER_ADDR": "127.0.0.1"}  # docs/trouble.md: what helps where the host's name does not resolve
-    assert place.alone(mine) == [] and mine == {"MASTER_ADDR": "127.0.0.1"}
+    own = {"MASTER_ADDR": "127.0.0.1"}  # docs/trouble.md: what helps where the host's name does not resolve
+    assert clear_rank_variables(own) == [] and own == {"MASTER_ADDR": "127.0.0.1"}
 
 
 def test_free_port_searches_ten() -> None:
@@ -96,13 +96,13 @@ def test_free_port_searches_ten() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert place.free_port(tries=10, first=port) > port
+        assert find_free_port(tries=10, first=port) > port
         with pytest.raises(UserError, match="no free port"):
-            place.free_port(tries=1, first=port)
+            find_free_port(tries=1, first=port)
 
 
 def test_settings_of_an_mpi_library_stay() -> None:
     """A container's OMPI_MCA_plm_rsh_agent lets MPI_Init work without ssh; Lightning calls it where mpi4py is."""
     environ = {"OMPI_MCA_plm_rsh_agent": "/bin/false", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-    place.alone(environ)
+    clear_rank_variables(environ)
     assert environ == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}
