@@ -42,7 +42,7 @@ def _megatron_logits(model: NeMoCheckpoint, ids: torch.Tensor, precision: torch.
     from training import cpu
 
     length = len(ids)
-    with cpu.backend(), _single_rank():
+    with cpu.emulate_cuda(), _single_rank():
         gpt = _build_gpt(model, length)
         _load_weights(gpt, model)
         _round_weights(gpt, precision)

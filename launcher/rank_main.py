@@ -162,7 +162,7 @@ def _wait_for_all() -> None:
 
 
 @contextlib.contextmanager
-def _last_word(folder: RunDir, resolved: Resolved, where: Place) -> Iterator[None]:
+def _last_word(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[None]:
     """Start this rank's heartbeat, and the samples of its node; keep how the rank ended where its launcher finds it."""
     spec, attempt = resolved.spec, folder.attempt(resolved.spec.attempt)
     status = run_status.RunStatus(

@@ -1,4 +1,4 @@
-"""Numbers read from the GPU without making it wait."""
+"""Reads numbers from the GPU without making it wait."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 
-class Later:
-    """Numbers that the GPU may still have to compute, on their way to the host.
+class AsyncRead:
+    """Numbers that the GPU may still have to compute, while they are copied to the host.
 
-    Reading one at once makes the host wait for the GPU, and then the GPU for the host's next work. Read a step later,
-    they are there while the GPU has the next step to do.
+    Reading a number at once makes the host wait for the GPU, and then the GPU for the host's next kernels. Read one
+    step later, the copy has long ended, and the GPU is busy with the next step.
 
     Args:
-        values: tensors of any device and shape, copied to the host in the order of the device's work; everything else
-            is handed through.
+        values: tensors of any device and shape are copied to the host, in the order of the device's work; every other
+            value is returned by `read` as it is.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -29,12 +29,12 @@ class Later:
             self._copied.record()
 
     @property
-    def here(self) -> bool:
-        """Does `read` return without waiting?"""
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting."""
         return self._copied is None or bool(self._copied.query())
 
     def read(self) -> dict[str, Any]:
-        """The values, tensors as Python numbers (lists of them, with dimensions)."""
+        """Wait for the copy. Returns the values, with tensors as Python numbers (lists where they have dimensions)."""
         if self._copied is not None:
             self._copied.synchronize()
         return {

@@ -1,4 +1,4 @@
-"""Checkpoints in steps: keep the newest N and the best of one domain, save where training ends."""
+"""Checkpoints every N steps and at the end of training; keeps the newest ones and the best of one domain."""
 
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
@@ -17,18 +17,18 @@ from common.rundir import RunDir
 
 
 class StepCheckpoint(nl.ModelCheckpoint):
-    """NeMo's ModelCheckpoint with retention by what lies on the disk.
+    """NeMo's ModelCheckpoint, which here decides what to keep from the checkpoints found on the disk.
+
+    The stock class knows only the checkpoints of its own process, so that those of a killed process stay for ever, and
+    it saves the end of a run as a second full copy, without the optimizer state.
 
     Args:
-        keep_last: how many of the newest whole checkpoints stay.
-        keep_best: a validation domain: of the checkpoints saved at a validated step, the one with its lowest loss
-            stays too.
-        every_n_train_steps: steps between two saves; the last step of a run is always saved.
+        every_n_train_steps: steps between two saves. The last step of a run is always saved.
+        keep_last: how many of the newest complete checkpoints to keep.
+        keep_best: a validation domain. Of the checkpoints saved at a validated step, the one with the lowest loss on
+            this domain is kept too.
         dirpath: the folder of the checkpoints. The launcher sets it.
         run_dir: the run directory runs/NAME. The launcher sets it. Without it every checkpoint is kept.
-
-    The stock class knows only the checkpoints of its own process (a kill leaves others behind for ever), and
-    saves the end of a run as a second full copy, without the optimizer state.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class StepCheckpoint(nl.ModelCheckpoint):
         )
         self.keep_last, self.keep_best = keep_last, keep_best
         self.run = RunDir.at(run_dir) if run_dir else None
-        self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # at step, by the validation
+        self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # (step, loss by domain), set by the validation
 
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
-        """The metrics a file name can hold, with `step` = steps completed (NeMo logs the step before it)."""
+        """The metrics for a file name, with `step` = completed steps (NeMo logs the number of the step before)."""
         candidates: dict[str, torch.Tensor] = super()._monitor_candidates(trainer)
         candidates["step"] = torch.tensor(trainer.global_step)
         return candidates
@@ -80,22 +80,24 @@ class StepCheckpoint(nl.ModelCheckpoint):
         return finalize_and_retain
 
     def _retain(self, run: RunDir, saved: Path, loss: float | None) -> None:
-        """Note what belongs to the new checkpoint, then let the old ones go."""
+        """Copy the run's configuration into the new checkpoint, then delete the checkpoints that need not stay."""
         (saved / "run").mkdir(exist_ok=True)
         for path in (run.config, run.env, run.command, run.version):
             if path.exists():
                 shutil.copy(path, saved / "run")
         if loss is not None:
             (saved / "run" / "best.json").write_text(json.dumps({"domain": self.keep_best, "loss": loss}))
-        whole = run.whole_checkpoints()
-        keep = {*whole[-self.keep_last :], *([best] if (best := self._best(whole)) else [])}
-        for old in set(whole) - keep:
+        checkpoints = run.whole_checkpoints()
+        best = self._best(checkpoints)
+        keep = {*checkpoints[-self.keep_last :], *([best] if best else [])}
+        for old in set(checkpoints) - keep:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _best(self, whole: list[Path]) -> Path | None:
+    def _best(self, checkpoints: list[Path]) -> Path | None:
+        """The checkpoint with the lowest loss on the domain `keep_best`; None if no checkpoint was validated on it."""
         losses = {}
-        for folder in whole:
-            note = folder / "run" / "best.json"
-            if self.keep_best and note.exists() and (row := json.loads(note.read_text()))["domain"] == self.keep_best:
+        for folder in checkpoints:
+            file = folder / "run" / "best.json"
+            if self.keep_best and file.exists() and (row := json.loads(file.read_text()))["domain"] == self.keep_best:
                 losses[folder] = row["loss"]
         return min(losses, key=lambda folder: losses[folder]) if losses else None

@@ -1,4 +1,4 @@
-"""Workarounds where the pinned stack and newer libraries disagree: versions named, tests/training/test_compat.py."""
+"""Workarounds for bugs of the pinned libraries. Each names its versions; tests/training/test_compat.py proves them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ import numpy
 
 
 def apply() -> None:
-    """Make all corrections; twice does no harm."""
-    numpy_product()
+    """Apply all workarounds. A second call changes nothing."""
+    restore_numpy_product()
     keep_mcore_data()
-    keep_what_is_being_written()
-    virtual_stages()
-    gloo_one_by_one()
+    hold_copies_until_written()
+    fix_virtual_stages()
+    reduce_gloo_buckets_one_by_one()
 
 
-def numpy_product() -> None:
-    """megatron-core 0.12 and 0.13 call `numpy.product`, gone since numpy 2: saving the distributed optimizer dies."""
+def restore_numpy_product() -> None:
+    """Restore `numpy.product`, which numpy 2 removed and megatron-core 0.12 and 0.13 call.
+
+    Without it, saving the distributed optimizer fails.
+    """
     if not hasattr(numpy, "product"):
-        numpy.product = numpy.prod
+        numpy.product = numpy.prod  # type: ignore[attr-defined]
 
 
 def keep_mcore_data() -> None:
-    """torch 2.11 writes a checkpoint's metadata from a copy without megatron-core's own attribute `mcore_data`.
+    """Keep megatron-core's own attribute `mcore_data` in a checkpoint's metadata; torch 2.11 writes a copy without it.
 
-    Without it a run with the distributed optimizer saves in silence and cannot be resumed ('Metadata' object has
+    Without it a run with the distributed optimizer saves without an error and cannot be resumed ('Metadata' object has
     no attribute 'mcore_data'; seen with torch 2.11 and megatron-core 0.13.1, not with torch 2.13).
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -42,30 +45,30 @@ def keep_mcore_data() -> None:
 
 def _with_all_attributes(finish: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(finish)
-    def whole(self: Any, metadata: Any, results: Any) -> None:
+    def finish_with_all_attributes(self: Any, metadata: Any, results: Any) -> None:
         finish(self, metadata, results)
         path = Path(self.path) / ".metadata"
         if not path.is_file():  # object storage
             return
         written = pickle.loads(path.read_bytes())
-        lost = {name: value for name, value in vars(metadata).items() if name not in vars(written)}
-        if lost:
-            vars(written).update(lost)
-            part = path.with_name(".metadata.whole")
+        missing = {name: value for name, value in vars(metadata).items() if name not in vars(written)}
+        if missing:
+            vars(written).update(missing)
+            part = path.with_name(".metadata.part")
             part.write_bytes(pickle.dumps(written))
             part.replace(path)
 
-    return whole
+    return finish_with_all_attributes
 
 
-def keep_what_is_being_written() -> None:
-    """A checkpoint that is written in the background was overwritten by the next one's weights.
+def hold_copies_until_written() -> None:
+    """Hold the copies of the weights until the background process has written them to the checkpoint.
 
     Megatron copies the weights to page-locked memory and forks a process that writes them to the disk. Page-locked
-    memory is shared with that process, not copied on write; megatron-core 0.12 and 0.13 let go of the copies at once,
-    and torch hands their memory to whoever asks next: another checkpoint, or a batch. The file is then whole, readable
-    and wrong: seen with two saves 3 s apart, step 40 had the weights of step 60. The copies are now held until the
-    writer has ended. Later versions of Megatron do the same (its pull request 2288).
+    memory is shared with that process, not copied on write. megatron-core 0.12 and 0.13 release the copies at once, and
+    torch gives their memory to the next allocation: another checkpoint, or a batch. The file is then complete, readable
+    and wrong: with two saves 3 s apart, step 40 had the weights of step 60. Later versions of Megatron hold the copies
+    too (its pull request 2288).
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
@@ -84,18 +87,18 @@ def keep_what_is_being_written() -> None:
         schedule(self, async_req._replace(preload_fn=copy and copy_and_hold))
 
     @functools.wraps(close)
-    def close_and_let_go(self: Any, *args: Any, **kwargs: Any) -> None:
+    def close_and_release(self: Any, *args: Any, **kwargs: Any) -> None:
         close(self, *args, **kwargs)  # waits for the writer
         self.copies = None
 
-    TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close = schedule_and_hold, close_and_let_go
+    TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close = schedule_and_hold, close_and_release
 
 
-def virtual_stages() -> None:
-    """megatron-core 0.13 wants to be told which virtual pipeline stage is meant; nemo_toolkit 2.3 does not know that.
+def fix_virtual_stages() -> None:
+    """Let megatron-core 0.13 take the current virtual pipeline stage where no `vp_stage` is passed, as 0.12 does.
 
-    Stock, a run with virtual stages dies ("vp_stage must be passed"), and would otherwise build an embedding into
-    every chunk of the first stage. Untold, the stage is now the current one, as in megatron-core 0.12.
+    nemo_toolkit 2.3 does not pass it. Without this a run with virtual stages fails ("vp_stage must be passed"), and
+    would otherwise build an embedding into every chunk of the first stage.
     Test: tests/training/distributed/test_parallel.py.
     """
     from megatron.core import parallel_state
@@ -104,13 +107,13 @@ def virtual_stages() -> None:
 
     if "vp_stage" not in inspect.signature(GPTModel.__init__).parameters or hasattr(GPTModel.__init__, "__wrapped__"):
         return
-    GPTModel.__init__ = _at_current_stage(GPTModel.__init__)
-    schedules.forward_step = _in_its_stage(schedules.forward_step)
+    GPTModel.__init__ = _build_for_current_stage(GPTModel.__init__)
+    schedules.forward_step = _run_in_passed_stage(schedules.forward_step)
     for name in ("is_pipeline_first_stage", "is_pipeline_last_stage"):
-        setattr(parallel_state, name, _of_current_stage(getattr(parallel_state, name)))
+        setattr(parallel_state, name, _ask_for_current_stage(getattr(parallel_state, name)))
 
 
-def _at_current_stage(build: Callable[..., None]) -> Callable[..., None]:
+def _build_for_current_stage(build: Callable[..., None]) -> Callable[..., None]:
     from megatron.core import parallel_state
 
     @functools.wraps(build)
@@ -122,8 +125,8 @@ def _at_current_stage(build: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _in_its_stage(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The interleaved schedule of 0.13 hands the stage on as an argument and leaves the current one at 0."""
+def _run_in_passed_stage(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the passed stage the current one: the interleaved schedule of 0.13 passes it on and leaves that at 0."""
     from megatron.core import parallel_state
 
     @functools.wraps(forward)
@@ -140,7 +143,7 @@ def _in_its_stage(forward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _of_current_stage(ask: Callable[..., bool]) -> Callable[..., bool]:
+def _ask_for_current_stage(ask: Callable[..., bool]) -> Callable[..., bool]:
     from megatron.core import parallel_state
 
     @functools.wraps(ask)
@@ -152,11 +155,11 @@ def _of_current_stage(ask: Callable[..., bool]) -> Callable[..., bool]:
     return wrapped
 
 
-def gloo_one_by_one() -> None:
-    """Gloo has no coalesced all-reduce of GPU tensors, and Megatron sums its gradient buckets coalesced.
+def reduce_gloo_buckets_one_by_one() -> None:
+    """Reduce gradient buckets one by one on a Gloo group; Megatron coalesces them, which Gloo cannot on GPU tensors.
 
-    torch 2.11: `ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda`. On a Gloo group the buckets are
-    now summed one after the other, which costs nothing there: Gloo copies each through the host anyway.
+    torch 2.11: `ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda`. It costs no time: Gloo copies
+    each bucket through the host anyway.
     """
     import torch
     from megatron.core.distributed import param_and_grad_buffer as buffers

@@ -1,9 +1,10 @@
-"""Truth gates: what must hold before step 1, checked on the objects that will train, not on the configuration."""
+"""Gates: checks before step 1 on the objects that will train, because a configuration can say something else."""
 
 # NeMo-Run reads the constructor's types: no `from __future__ import annotations`, `Optional` instead of `X | None`
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any, Optional
 
 import lightning.pytorch as pl
@@ -14,22 +15,22 @@ from nemo.utils.get_rank import is_global_rank_zero
 from common.errors import GateError
 from common.rundir import RunDir
 from data.tokenizer import fingerprint
-from training import global_totals as whole
-from training.validation import mean_loss
+from training import step0
+from training.global_totals import count_parameters
 
 log = logging.getLogger("launch")
 
 # (layers, hidden, heads) of the Qwen2.5 sizes that tie input and output embeddings (their HF config.json)
 TIED_SHAPES = {(24, 896, 14): "0.5B", (28, 1536, 12): "1.5B", (36, 2048, 16): "3B"}
-_PROBES = 64  # samples read per check: the stock mask bug shows from the second sample on
+_NUM_PROBES = 64  # samples read per check; the stock loss mask is wrong from the second sample on
 
 
 class TruthGates(pl.Callback):
-    """Raises GateError before step 1 if the run would train on something else than its recipe says.
+    """Raises GateError before step 1 if the run would not train exactly what its recipe says.
 
     Args:
         run_dir: the run directory runs/NAME, for gates.json and step0.json. The launcher sets it. Without it nothing is
-            written, and the loss of the base model is not compared.
+            written, and the loss is not compared with the base model's.
     """
 
     def __init__(self, run_dir: Optional[str] = None) -> None:
@@ -42,25 +43,25 @@ class TruthGates(pl.Callback):
         check_special_ids(data.tokenizer, pl_module.config.vocab_size)
         check_tied(pl_module.config)
         check_stage_messages(pl_module.config)
-        samples = list(_probe(data._train_ds))
+        samples = list(probe_samples(data._train_ds))
         check_ids(samples, pl_module.config.vocab_size)
         self.mask_share = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
         if is_global_rank_zero():
             share = 100 * self.mask_share
-            log.info("gates: tokenizer, ids, embeddings and loss mask hold (%.2f%% of tokens carry loss)", share)
+            log.info("gates: tokenizer, ids, embeddings and loss mask are right (%.2f%% of tokens carry loss)", share)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parameters = whole.num_parameters(trainer.strategy.model)
+        parameters = count_parameters(trainer.strategy.model)
         if self.run is None:
             return
         if is_global_rank_zero():
-            _write(self.run, trainer.datamodule, pl_module.config, parameters, self.mask_share)
+            _write_facts(self.run, trainer.datamodule, pl_module.config, parameters, self.mask_share)
         if trainer.global_step == 0 and self.run.base.exists():
-            check_step0(trainer, json.loads(self.run.base.read_text())["source"], self.run)
+            step0.check_step0(trainer, json.loads(self.run.base.read_text())["source"], self.run)
 
 
-def _write(run: RunDir, data: Any, config: Any, parameters: int, mask_share: float) -> None:
-    """gates.json: what was seen on the objects that train (the passport compares it with the configuration)."""
+def _write_facts(run: RunDir, data: Any, config: Any, parameters: int, mask_share: float) -> None:
+    """Write gates.json: facts of the objects that train, which the passport compares with the configuration."""
     names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
     facts = {
         "parameters": parameters,
@@ -78,70 +79,21 @@ def _write(run: RunDir, data: Any, config: Any, parameters: int, mask_share: flo
     run.gates.write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def check_step0(trainer: pl.Trainer, source: str, run: RunDir) -> None:
-    """The restored model has the HF model's loss on the same tokens: the first validation samples of a domain.
+def probe_samples(dataset: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Yield (sample, its ids as stored in the .bin) for up to `_NUM_PROBES` training samples.
 
-    Bounds: 1e-5 nats in fp32, 1e-2 in bf16. Writes step0.json.
-
-    Raises:
-        GateError: the difference is larger (weights lost or mixed up on the way in).
-    """
-    data, model = trainer.datamodule, trainer.strategy.model
-    samples = next(iter(data.validation_sets().values()))
-    batches = [torch.utils.data.default_collate([samples[i % len(samples)] for i in range(data.micro_batch_size)])]
-    model.eval()
-    ours = mean_loss(model, batches, data)
-    model.train()
-    fp32 = weight_dtype(model) == torch.float32
-    theirs = hf_loss(source, batches[0], torch.float32 if fp32 else torch.bfloat16)
-    bound = 1e-5 if fp32 else 1e-2
-    tokens = batches[0]["tokens"].numel()
-    row = {"megatron_loss": ours, "hf_loss": theirs, "tokens": tokens, "dtype": "float32" if fp32 else "bfloat16"}
-    if is_global_rank_zero():
-        run.step0.write_text(json.dumps({**row, "bound": bound}, indent=1) + "\n")
-        log.info("gates: step-0 loss %.6f, HF's on the same %d tokens %.6f (bound %g)", ours, tokens, theirs, bound)
-    if not abs(ours - theirs) <= bound:
-        raise GateError(
-            "the model does not start from its base",
-            expected=f"loss {theirs:.6f} (HF {source}), within {bound:g}",
-            found=f"loss {ours:.6f}",
-            do="python launch.py convert verify BASE CHECKPOINT (base.json has both paths)",
-        )
-
-
-def weight_dtype(model: Any) -> torch.dtype:
-    """The dtype of the weights that compute."""
-    return next(model.parameters()).dtype
-
-
-def hf_loss(source: str, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
-    """Mean cross-entropy (nats a token) of the HF model `source` on tokens, labels: int64[mbs, seq], in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
-    device = torch.cuda.current_device()
-    model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype).to(device).eval()
-    with torch.no_grad():
-        logits = model(batch["tokens"].to(device)).logits.float().flatten(0, 1)
-        losses = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten(), reduction="none")
-        mask = batch["loss_mask"].to(device).flatten()
-    return float((losses.double() * mask).sum() / mask.sum())
-
-
-def _probe(dataset: Any) -> Any:
-    """(sample, the ids as they stand in the .bin) for up to `_PROBES` training samples, read through one dataset.
-
-    A blend is probed domain by domain. The mask is cloned at once: the stock dataset returns the
-    same tensor each time and zeroes it in place.
+    All samples of a domain are read through one dataset object, and a blend is read domain by domain. Tensors are
+    cloned at once: the stock dataset returns the same mask tensor each time, and sets parts of it to zero in place.
     """
     parts: list[GPTDataset] = getattr(dataset, "datasets", [dataset])
     for part in parts:
-        for index in range(min(len(part), max(1, _PROBES // len(parts)))):
+        for index in range(min(len(part), max(1, _NUM_PROBES // len(parts)))):
             sample = {k: v.clone() for k, v in part[index].items() if isinstance(v, torch.Tensor)}
             yield sample, torch.from_numpy(part._query_document_sample_shuffle_indices(index)[0]).long()
 
 
 def check_lengths(data_seq_length: int, model_seq_length: int) -> None:
-    """Data and model agree on the sequence length (NeMo accepts a mismatch in silence)."""
+    """Check that data and model have the same sequence length; NeMo accepts a mismatch without a word."""
     if data_seq_length != model_seq_length:
         raise GateError(
             "the data's sequence length is not the model's",
@@ -152,7 +104,7 @@ def check_lengths(data_seq_length: int, model_seq_length: int) -> None:
 
 
 def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, domains: dict[str, Any]) -> None:
-    """The tokenizer that made each domain's .bin (its manifest says which) is the one the model is given."""
+    """Check that each domain was prepared with the tokenizer that the model is given (see its manifest.json)."""
     found = fingerprint(data_tokenizer.tokenizer)
     for name, manifest in domains.items():
         if manifest.tokenizer.fingerprint != found:
@@ -160,7 +112,7 @@ def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, domains: dict[st
                 f"the corpus {name!r} was made with another tokenizer",
                 expected=f"fingerprint {manifest.tokenizer.fingerprint[:16]} ({manifest.tokenizer.source})",
                 found=f"fingerprint {found[:16]} ({data_tokenizer.tokenizer.name_or_path})",
-                do="leave data.tokenizer unset (the corpus brings its own), or prepare the corpus again",
+                do="leave data.tokenizer unset, so that the corpus's own is used, or prepare the corpus again",
             )
     if model_tokenizer is not data_tokenizer and fingerprint(model_tokenizer.tokenizer) != found:
         raise GateError(
@@ -172,7 +124,7 @@ def check_tokenizers(data_tokenizer: Any, model_tokenizer: Any, domains: dict[st
 
 
 def check_special_ids(tokenizer: Any, vocab_size: int) -> None:
-    """The tokenizer fits the embedding table, and end-of-document is one of its ids."""
+    """Check that all ids of the tokenizer are in the embedding table, and that it has an end-of-document id."""
     size = len(tokenizer.tokenizer)
     if size > vocab_size:
         raise GateError(
@@ -191,35 +143,36 @@ def check_special_ids(tokenizer: Any, vocab_size: int) -> None:
 
 
 def check_tied(config: Any) -> None:
-    """Qwen2.5 0.5B, 1.5B and 3B tie input and output embeddings; NeMo's config does not."""
+    """Check that a model of the size of Qwen2.5 0.5B, 1.5B or 3B has tied embeddings; NeMo's configs untie them."""
     size = TIED_SHAPES.get((config.num_layers, config.hidden_size, config.num_attention_heads))
     if size and not config.share_embeddings_and_output_weights:
         raise GateError(
             f"untied embeddings on the shape of Qwen2.5-{size}",
             expected="model.config.share_embeddings_and_output_weights=True, as the released weights are",
-            found="False: another architecture, which no tied checkpoint fits and which exports as a larger model",
+            found="False, another architecture: released weights do not fit it, and its export is a larger model",
             do="set model.config.share_embeddings_and_output_weights=True",
         )
 
 
 def check_stage_messages(config: Any) -> None:
-    """Virtual stages on two pipeline ranks: batched messages arrive swapped, and the gradients are silently wrong.
+    """Check that two pipeline ranks with virtual stages do not batch their messages.
 
-    The two ranks are each other's next and previous stage; a batch of two sends between them is matched by order.
-    Megatron-LM's argument check refuses this; NeMo has none. Test: tests/training/distributed/test_parallel.py.
+    The two ranks are each other's next and previous stage. A batch of two sends between them is matched by its order,
+    so that the messages arrive swapped and the gradients are wrong without an error. Megatron-LM's argument check
+    refuses this; NeMo has no such check. Test: tests/training/distributed/test_parallel.py.
     """
-    two = config.pipeline_model_parallel_size == 2 and config.virtual_pipeline_model_parallel_size
-    if two and (config.batch_p2p_comm or not config.overlap_p2p_comm):
+    two_ranks = config.pipeline_model_parallel_size == 2 and config.virtual_pipeline_model_parallel_size
+    if two_ranks and (config.batch_p2p_comm or not config.overlap_p2p_comm):
         raise GateError(
             "two pipeline stages with virtual stages would exchange each other's messages",
             expected="model.config.overlap_p2p_comm=True model.config.batch_p2p_comm=False",
             found=f"{config.overlap_p2p_comm} and {config.batch_p2p_comm}",
-            do="add both to the command, or more pipeline stages",
+            do="add both to the command, or use more pipeline stages",
         )
 
 
 def check_ids(samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], vocab_size: int) -> None:
-    """Token ids are in the vocabulary, and reach the model as they stand in the .bin."""
+    """Check that token ids are in the vocabulary and reach the model as they are stored in the .bin."""
     for sample, stored in samples:
         low, high = int(stored.min()), int(stored.max())
         if low < 0 or high >= vocab_size:
@@ -233,7 +186,7 @@ def check_ids(samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], vocab
             changed = int((sample["labels"] != stored[1:]).sum())
             raise GateError(
                 "the dataset rewrites token ids",
-                expected="labels as they stand in the .bin",
+                expected="labels as they are stored in the .bin",
                 found=f"{changed} of {stored.numel() - 1} labels of one sample changed",
                 do="leave data.dataset_cls at data.module.WholeMaskGPTDataset (docs/truth.md)",
             )
@@ -242,7 +195,11 @@ def check_ids(samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], vocab
 def check_loss_mask(
     samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], eod: int, eod_mask_loss: bool
 ) -> float:
-    """Every token carries loss, save predictions made from end-of-document if `eod_mask_loss`.
+    """Check that every token carries loss, except those predicted from end-of-document if `eod_mask_loss`.
+
+    Args:
+        samples: what `probe_samples` yields.
+        eod: the end-of-document id.
 
     Returns:
         the share of tokens that carry loss, 0 to 1.

@@ -1,4 +1,4 @@
-"""Numbers of the whole run from what each rank holds. Every function here is called on all ranks."""
+"""Sums over all ranks of what each rank counts. Every function in this file is to be called on all ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_du
 from megatron.core.transformer.module import param_is_not_shared
 
 
-def total(counts: Sequence[int], group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
-    """Sums over the ranks of a group, or over all: int64[len(counts)] on the device; nothing is waited for."""
+def sum_over_ranks(counts: Sequence[int], group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum each count over the ranks of `group`, or over all ranks.
+
+    Returns:
+        int64[len(counts)] on the device; the host does not wait for it.
+    """
     sums = torch.tensor(counts, dtype=torch.int64)
     if torch.cuda.is_available():
         sums = sums.pin_memory().to(torch.cuda.current_device(), non_blocking=True)
@@ -19,29 +23,29 @@ def total(counts: Sequence[int], group: torch.distributed.ProcessGroup | None = 
     return sums
 
 
-def num_parameters(model: torch.nn.Module) -> int:
-    """Parameters of the whole model: each shard once, replicated ones once, a tied embedding once.
+def sum_over_replicas(counts: Sequence[int]) -> torch.Tensor:
+    """Sum each count over the data-parallel replicas; tensor-, pipeline- and context-parallel ranks share samples.
+
+    Returns:
+        int64[len(counts)], on the device if there are several replicas; the host does not wait for it.
+    """
+    if parallel_state.get_data_parallel_world_size() == 1:
+        return torch.tensor(counts, dtype=torch.int64)
+    return sum_over_ranks(counts, parallel_state.get_data_parallel_group())
+
+
+def count_parameters(model: torch.nn.Module) -> int:
+    """Count the whole model's parameters: each shard once, replicated ones once, a tied embedding once.
 
     Args:
-        model: this rank's share (one pipeline stage's, one tensor-parallel rank's).
+        model: this rank's part (of one pipeline stage and one tensor-parallel rank).
     """
     own = sum(
         p.numel() for p in model.parameters() if param_is_not_shared(p) and param_is_not_tensor_parallel_duplicate(p)
     )
-    return int(total([own], parallel_state.get_model_parallel_group()).item())
+    return int(sum_over_ranks([own], parallel_state.get_model_parallel_group()).item())
 
 
-def over_replicas(counts: Sequence[int]) -> torch.Tensor:
-    """Sums over the data-parallel replicas; tensor-, pipeline- and context-parallel ranks see the same samples.
-
-    Returns:
-        int64[len(counts)], on the device where there are several replicas; nothing is waited for.
-    """
-    if parallel_state.get_data_parallel_world_size() == 1:
-        return torch.tensor(counts, dtype=torch.int64)
-    return total(counts, parallel_state.get_data_parallel_group())
-
-
-def chunks() -> int:
-    """Model chunks of this rank: each reads every micro batch from a data iterator of its own."""
+def num_model_chunks() -> int:
+    """This rank's model chunks (virtual pipeline stages). Each reads every micro batch from its own data iterator."""
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1

@@ -1,4 +1,4 @@
-"""Ctrl-C, or a scheduler's SIGTERM: finish the step, save, stop. A second one stops at once."""
+"""Ctrl-C, or a scheduler's SIGTERM: finish the step, save a checkpoint, stop. A second signal stops at once."""
 
 from __future__ import annotations
 
@@ -11,74 +11,78 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from training import global_totals as whole
 from training import sigterm
-from training.async_read import Later
+from training.async_read import AsyncRead
+from training.global_totals import sum_over_ranks
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # the last is the one that mpirun passes on
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # mpirun passes SIGUSR1 on to its ranks
 log = logging.getLogger("launch")
 
 
 class Interrupted(Exception):  # noqa: N818 - it is an outcome, not an error
-    """The run was stopped by the user; its last checkpoint is whole."""
+    """The user stopped the run; its last checkpoint is complete."""
 
 
 class StopOnInterrupt(pl.Callback):
-    """SIGINT or SIGTERM ends training after the current step, with a checkpoint.
+    """Ends training after the current step, with a checkpoint, when SIGINT or SIGTERM arrives.
 
-    Every rank agrees on the step. On several GPUs it is the next one: reading the ranks' votes of this one would make
-    the host wait for the GPU in every step.
+    All ranks stop after the same step. On several GPUs that is one step later: reading the ranks' requests of the
+    current step would make the host wait for the GPU in every step.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._votes: Later | None = None
-        self._owner = os.getpid()
-        self._previous: dict[signal.Signals, Any] = {}
+        self.stop_requested = False
+        self._requests: AsyncRead | None = None
+        self._main_process = os.getpid()
+        self._previous_handlers: dict[signal.Signals, Any] = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and os.getpid() != self._owner:  # a forked helper, which its parent ends
+        if number == signal.SIGTERM and os.getpid() != self._main_process:  # a forked helper, ended by its parent
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.asked:
+        if self.stop_requested:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
-        self.asked = True
+        self.stop_requested = True
         name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        log.warning("%s: finishing this step and saving; once more stops at once", name)
+        log.warning("%s: finishing this step and saving; a second one stops at once", name)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._owner = os.getpid()
-        self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._main_process = os.getpid()
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if not self.asked and sigterm.is_pending():
+        if not self.stop_requested and sigterm.is_pending():
             log.warning("SIGTERM from the scheduler: saving, then stopping")
-            self.asked = True
-        asked = self.asked
+            self.stop_requested = True
+        stop = self.stop_requested
         if trainer.world_size > 1:
-            asked = self._any_rank(late=torch.cuda.is_available() and trainer.global_step < trainer.max_steps)
-        if asked:
-            self.asked = True  # also where another rank was asked
+            delayed = torch.cuda.is_available() and trainer.global_step < trainer.max_steps
+            stop = self._any_rank_requests_stop(delayed)
+        if stop:
+            self.stop_requested = True  # also where another rank got the signal
             trainer.should_stop = True
             trainer.limit_val_batches = 0
 
-    def _any_rank(self, late: bool) -> bool:
-        """Was any rank asked: by now, or (late) by the end of the step before? Called on all ranks."""
-        before, self._votes = self._votes, Later({"asked": whole.total([int(self.asked)])})
-        known = before if late else self._votes
-        return known is not None and known.read()["asked"] != [0]
+    def _any_rank_requests_stop(self, delayed: bool) -> bool:
+        """Whether any rank has got a signal by now, or, if `delayed`, by the end of the step before.
 
-    def _restore(self) -> None:
-        for number, previous in self._previous.items():
+        To be called on all ranks.
+        """
+        before, self._requests = self._requests, AsyncRead({"stop": sum_over_ranks([int(self.stop_requested)])})
+        requests = before if delayed else self._requests
+        return requests is not None and requests.read()["stop"] != [0]
+
+    def _restore_handlers(self) -> None:
+        for number, previous in self._previous_handlers.items():
             signal.signal(number, previous if previous is not None else signal.SIG_DFL)
-        self._previous = {}
+        self._previous_handlers = {}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
+        self._restore_handlers()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        self._restore_handlers()
         if torch.distributed.is_initialized() and isinstance(exception, KeyboardInterrupt):
-            log.warning("stopped at once: steps since the last checkpoint are lost")
+            log.warning("stopped at once: the steps since the last checkpoint are lost")

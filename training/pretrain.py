@@ -1,6 +1,6 @@
-"""What runs in every training process: NeMo's pretrain, on the backend that the recipe names."""
+"""The recipe's own function: NeMo's pretrain with this project's validation, speed levers and CPU support."""
 
-# no `from __future__ import annotations` here: NeMo-Run reads the signature's types to parse overrides
+# no `from __future__ import annotations`: NeMo-Run reads the signature's types to parse overrides
 
 import contextlib
 from pathlib import Path
@@ -26,22 +26,25 @@ def pretrain(
     optim: OptimizerModule | None = None,
     speed: Speed | None = None,
 ) -> Path:
-    """`llm.pretrain`, inside the CPU backend if `trainer.accelerator` is "cpu".
+    """Run `llm.pretrain`, with CUDA emulated if `trainer.accelerator` is "cpu".
 
-    Being the recipe's own function it acts the same in every executor. Returns the log directory.
+    It is the recipe's own function, so that every executor calls it in the same way.
+
+    Returns:
+        NeMo's log directory.
 
     Raises:
-        Interrupted: Ctrl-C ended the run after a whole step and a checkpoint.
+        Interrupted: Ctrl-C ended the run after a complete step and a checkpoint.
     """
     compat.apply()
-    trainer.callbacks.insert(0, DomainValidation.instead_of_lightnings(trainer))
+    trainer.callbacks.insert(0, DomainValidation.replace_lightning_loop(trainer))
     trainer.callbacks.append(StatusCallback())
     if speed is not None:
         speed.before_build(model)
         trainer.callbacks.append(speed)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
-    with cpu.backend() if on_cpu else contextlib.nullcontext():
-        folder = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
-    if any(isinstance(callback, StopOnInterrupt) and callback.asked for callback in trainer.callbacks):
+    with cpu.emulate_cuda() if on_cpu else contextlib.nullcontext():
+        folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    if any(isinstance(callback, StopOnInterrupt) and callback.stop_requested for callback in trainer.callbacks):
         raise Interrupted
     return folder

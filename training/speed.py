@@ -1,4 +1,4 @@
-"""The speed levers that are not Megatron options: one switch each, bound to the built objects before step 1."""
+"""The speed levers that Megatron has no option for: one switch each, bound to the built objects before step 1."""
 
 # no `from __future__ import annotations`: NeMo-Run reads the constructor's types to parse overrides
 
@@ -15,7 +15,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
-from training.async_read import Later
+from training.async_read import AsyncRead
 from training.fast import lm_head, qkv, wgrad
 from training.fast.graph import GraphedSchedule
 from training.fast.loss import SyncFreeLossReduction
@@ -25,20 +25,22 @@ log = logging.getLogger("launch")
 
 
 class Speed(pl.Callback):
-    """What runs fast instead of plain. All off: Megatron and NeMo as they are. recipes/build/levers.py turns them on.
+    """Replaces parts of Megatron and NeMo by faster ones. With all switches off both run as they are.
+
+    recipes/build/levers.py turns on what a machine and a recipe can use.
 
     Args:
-        sync_free_loss: the masked mean loss stays on the device (training/fast/loss.py).
-        sync_free_log: Lightning gets a plain number only in the steps whose logs are written, and TensorBoard a step
-            later: NeMo logs several a step, and each is a wait for the GPU.
-        fused_lm_head: output layer and cross-entropy in one function (training/fast/lm_head.py); needs tensor and
-            pipeline parallel size 1.
-        fused_qkv: the QKV projection's output is split and rotated in one pass (training/fast/qkv.py).
-        device_step: gradient clipping, AdamW and the check for NaN without a host sync (training/fast/optimizer.py).
-        cuda_graph: a micro batch is captured once and replayed (training/fast/graph.py); needs `trainer.strategy.
-            use_te_rng_tracker` under Transformer Engine, and pipeline parallel size 1.
-        gc_freeze: Python's collector leaves alone what the imports and the build have made; walking all of it takes
-            0.5 s, in the middle of a step.
+        sync_free_loss: keep the masked mean loss on the device (training/fast/loss.py).
+        sync_free_log: give Lightning plain numbers only in steps whose logs are written, and TensorBoard its metrics
+            one step later. NeMo logs several numbers per step, and the host waits for the GPU at each.
+        fused_lm_head: compute output layer and cross-entropy in one function (training/fast/lm_head.py). Needs tensor
+            and pipeline parallel size 1.
+        fused_qkv: split and rotate the output of the QKV projection in one pass (training/fast/qkv.py).
+        device_step: clip gradients, run AdamW and check for NaN without a host sync (training/fast/optimizer.py).
+        cuda_graph: capture a micro batch once and replay it (training/fast/graph.py). Needs `trainer.strategy.
+            use_te_rng_tracker` with Transformer Engine, and pipeline parallel size 1.
+        gc_freeze: exclude the objects that exist before step 1 from Python's garbage collection. Walking all of them
+            takes 0.5 s in the middle of a step.
     """
 
     def __init__(
@@ -54,150 +56,155 @@ class Speed(pl.Callback):
         self.sync_free_loss, self.sync_free_log = sync_free_loss, sync_free_log
         self.fused_lm_head, self.device_step = fused_lm_head, device_step
         self.fused_qkv, self.cuda_graph, self.gc_freeze = fused_qkv, cuda_graph, gc_freeze
-        self._step: Any = None
-        self._schedule: Any = None
-        self._loggers: LogLater | None = None
-        self._skipped: Later | None = None
+        self._device_step: DeviceStep | None = None
+        self._schedule: GraphedSchedule | None = None
+        self._delayed_log: DelayedLog | None = None
+        self._skipped_steps: AsyncRead | None = None
 
     def before_build(self, model: Any) -> None:
-        """What must be there before the model is built."""
+        """Replace what the build of the model reads."""
         if model.config.gradient_accumulation_fusion:
-            wgrad.stand_in_for_apex()
+            wgrad.replace_apex()
         if self.sync_free_loss:
             model._training_loss_reduction = SyncFreeLossReduction()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Bind to the built model and optimizer."""
+        """Bind the fused functions to the built model."""
         config = pl_module.config
-        for model in map(_gpt, trainer.strategy.megatron_parallel):
-            if self.fused_lm_head and _alone("fused_lm_head"):
+        for model in map(_find_gpt, trainer.strategy.megatron_parallel):
+            if self.fused_lm_head and _usable("fused_lm_head", _problem_with_sharding()):
                 lm_head.bind(model, bool(config.gradient_accumulation_fusion))
-            if self.fused_qkv and not _off("fused_qkv", qkv.unfit(config)):
+            if self.fused_qkv and _usable("fused_qkv", qkv.find_problem(config)):
                 qkv.bind(model)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]
         if self.device_step:
             chained = trainer.strategy.optimizers[0].mcore_optimizer
-            if not _off("device_step", DeviceStep.unfit(chained)):
-                self._step = DeviceStep(chained)
-                for ddp_config in ddp_configs:  # Megatron's own watch, which waits for the GPU
+            if _usable("device_step", DeviceStep.find_problem(chained)):
+                self._device_step = DeviceStep(chained)
+                for ddp_config in ddp_configs:  # Megatron's own check, which waits for the GPU
                     ddp_config.check_for_nan_in_grad = False
         if self.cuda_graph:
-            problem = GraphedSchedule.unfit(pl_module.config, ddp_configs[0], self.fused_lm_head, self.sync_free_loss)
-            self._schedule = None if _off("cuda_graph", problem) else GraphedSchedule()
+            problem = GraphedSchedule.find_problem(
+                pl_module.config, ddp_configs[0], self.fused_lm_head, self.sync_free_loss
+            )
+            self._schedule = GraphedSchedule() if _usable("cuda_graph", problem) else None
         if self.sync_free_log:
-            pl_module.log = _log_tensors_or_at_the_interval(trainer, pl_module.log)
-            self._loggers = LogLater(trainer)
+            pl_module.log = _without_unwritten_numbers(trainer, pl_module.log)
+            self._delayed_log = DelayedLog(trainer)
         if self.gc_freeze:
             gc.collect()
             gc.freeze()
 
     def on_megatron_microbatches_start(self, step: Any) -> None:
-        """NeMo's last hook before the schedule runs: `MegatronStep.forward_backward_func`, looked up once a step."""
+        """Replace the schedule of this step: NeMo's last hook before it reads `MegatronStep.forward_backward_func`."""
         if self._schedule is not None and not step.forward_only:
             step.__dict__["forward_backward_func"] = self._schedule
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self._loggers is not None:
-            self._loggers.flush()
-        self._watch()
+        if self._delayed_log is not None:
+            self._delayed_log.flush()
+        self._raise_if_skipped()
         step = trainer.global_step
-        if self._step is not None and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps):
-            self._skipped = Later({"step": step, "skipped": self._step.skipped})
-            if step == trainer.max_steps or (trainer.world_size == 1 and self._skipped.here):  # all ranks in one step
-                self._watch()
+        if self._device_step is not None and (step % trainer.log_every_n_steps == 0 or step == trainer.max_steps):
+            self._skipped_steps = AsyncRead({"step": step, "skipped": self._device_step.skipped})
+            # several ranks read it one step later, so that all of them stop in the same step
+            if step == trainer.max_steps or (trainer.world_size == 1 and self._skipped_steps.ready):
+                self._raise_if_skipped()
 
-    def _watch(self) -> None:
-        """End the run if a step was skipped."""
-        if self._skipped is None:
+    def _raise_if_skipped(self) -> None:
+        """Raise GateError if the optimizer has skipped a step because a gradient was not finite."""
+        if self._skipped_steps is None:
             return
-        found, self._skipped = self._skipped.read(), None
+        found, self._skipped_steps = self._skipped_steps.read(), None
         if found["skipped"]:
             raise GateError(
                 "a gradient is not finite",
                 expected="numbers in every gradient",
                 found=f"NaN or infinity in {found['skipped']:.0f} step(s) up to step {found['step']};"
                 " none of them changed the weights",
-                do="lower optim.config.lr, or look at the data of these steps",
+                do="lower optim.config.lr, or inspect the data of these steps",
             )
 
     def on_train_end(self, *_: Any) -> None:
-        if self._loggers is not None:
-            self._loggers.flush()
+        if self._delayed_log is not None:
+            self._delayed_log.flush()
         if self.gc_freeze:
             gc.unfreeze()
-        self._watch()
+        self._raise_if_skipped()
 
     def on_exception(self, *_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the device itself may be what failed
-            if self._loggers is not None and self._loggers.here:
-                self._loggers.flush()
+            if self._delayed_log is not None and self._delayed_log.ready:
+                self._delayed_log.flush()
 
 
-def _log_tensors_or_at_the_interval(trainer: pl.Trainer, log_as_usual: Any) -> Any:
-    """`LightningModule.log` without the numbers that nobody would write, and the others as tensors on the host.
+def _without_unwritten_numbers(trainer: pl.Trainer, original: Any) -> Any:
+    """`LightningModule.log` that drops plain numbers in steps whose logs are not written.
 
-    Lightning copies a plain number to the GPU, and waits for the copy.
+    Lightning copies a plain number to the GPU and waits for the copy. The numbers of the other steps are logged as
+    tensors on the host.
     """
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, torch.Tensor):
-            log_as_usual(name, value, *args, **kwargs)
+            original(name, value, *args, **kwargs)
         elif (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
-            log_as_usual(name, torch.tensor(value, dtype=torch.float32), *args, **kwargs)
+            original(name, torch.tensor(value, dtype=torch.float32), *args, **kwargs)
 
     return log
 
 
-class LogLater:
-    """Stands in for `_LoggerConnector.log_metrics` of Lightning 2.4, which waits for the GPU to read the metrics.
+class DelayedLog:
+    """Replaces `_LoggerConnector.log_metrics` of Lightning 2.4, which waits for the GPU to read the metrics.
 
-    The loggers get the same metrics of the same step a step later (`flush`), when the GPU has the next one to do.
+    The loggers get the same metrics with the same step number one step later (`flush`), while the GPU computes the next
+    step.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        self._trainer, self._as_usual = trainer, trainer._logger_connector.log_metrics
-        self._held: tuple[Later, int] | None = None
+        self._trainer, self._original = trainer, trainer._logger_connector.log_metrics
+        self._pending: tuple[AsyncRead, int] | None = None
         trainer._logger_connector.log_metrics = self
 
     def __call__(self, metrics: dict[str, Any], step: int | None = None) -> None:
         self.flush()
         if not metrics or step is not None or "step" in metrics:
-            self._as_usual(metrics, step)
+            self._original(metrics, step)
             return
         with_epoch = {"epoch": self._trainer.current_epoch, **metrics}
-        self._held = Later(with_epoch), self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._pending = AsyncRead(with_epoch), self._trainer.fit_loop.epoch_loop._batches_that_stepped
 
     @property
-    def here(self) -> bool:
-        """Does `flush` return without waiting?"""
-        return self._held is None or self._held[0].here
+    def ready(self) -> bool:
+        """Whether `flush` would return without waiting."""
+        return self._pending is None or self._pending[0].ready
 
     def flush(self) -> None:
-        """Hand on what is held."""
-        if self._held is not None:
-            (metrics, step), self._held = self._held, None
-            self._as_usual(metrics.read(), step)
+        """Give the pending metrics to the loggers."""
+        if self._pending is not None:
+            (metrics, step), self._pending = self._pending, None
+            self._original(metrics.read(), step)
 
 
-def _gpt(module: Any) -> Any:
+def _find_gpt(module: Any) -> Any:
     """Megatron's GPTModel inside its wrappers (DDP, Float16Module, NeMo's model), which pass attributes through."""
     while not isinstance(module, GPTModel):
         module = module.module
     return module
 
 
-def _alone(lever: str) -> bool:
-    """Tensor and pipeline parallel size 1; says so where not."""
+def _problem_with_sharding() -> str | None:
+    """Why a lever that needs the whole model on each rank cannot be used, or None."""
     ranks = (
         parallel_state.get_tensor_model_parallel_world_size() * parallel_state.get_pipeline_model_parallel_world_size()
     )
-    return not _off(lever, None if ranks == 1 else "it needs tensor and pipeline parallel size 1")
+    return None if ranks == 1 else "it needs tensor and pipeline parallel size 1"
 
 
-def _off(lever: str, problem: str | None) -> bool:
-    """True, and said, where there is a problem."""
+def _usable(lever: str, problem: str | None) -> bool:
+    """Whether there is no problem; logs the problem otherwise."""
     if problem and is_global_rank_zero():
         log.warning("speed: %s is off: %s", lever, problem)
-    return problem is not None
+    return problem is None

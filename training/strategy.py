@@ -1,6 +1,6 @@
-"""NeMo's MegatronStrategy, restoring across machines with and without Transformer Engine, and waiting for no GPU."""
+"""NeMo's MegatronStrategy, which here compares the ranks first and restores checkpoints written without TE."""
 
-# NeMo-Run reads the constructor's types to parse overrides: it has none of its own here
+# no `from __future__ import annotations`: NeMo-Run reads the constructor's types to parse overrides
 
 from pathlib import Path
 from typing import Any, Union
@@ -17,14 +17,14 @@ from training.distributed.lost_ranks import record_step, set_collective_timeout
 class Strategy(nl.MegatronStrategy):
     """Restores a checkpoint that lacks Transformer Engine's `_extra_state` entries.
 
-    TE modules ask for one such entry each (FP8 scales; empty without FP8). A checkpoint written without TE, as an
-    imported base model on a machine without a GPU is, has none, and the stock strategy refuses it. What is missing is
-    left as the module made it; a missing weight is still an error. Versions: nemo_toolkit 2.3, megatron-core 0.12 to
+    Each TE module asks for one such entry (FP8 scales; empty without FP8). A checkpoint written without TE, such as a
+    base model imported on a machine without a GPU, has none, and the stock strategy refuses it. Here a missing entry
+    stays as the module made it; a missing weight is still an error. Versions: nemo_toolkit 2.3, megatron-core 0.12 to
     0.13. Test: tests/training/test_compat.py.
     """
 
     def setup_distributed(self) -> None:
-        """Make the process groups with the environment's timeout, and compare the ranks before anything else."""
+        """Make the process groups with the environment's timeout, then compare the ranks before anything else runs."""
         set_collective_timeout()
         super().setup_distributed()
         check_ranks()
@@ -32,8 +32,8 @@ class Strategy(nl.MegatronStrategy):
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: zero the gradients, forward and backward of all micro batches, report the loss.
 
-        The stock step also logs `global_step` and `step` as Python numbers; Lightning copies each to the GPU and waits
-        for it. Nothing reads them: metrics.jsonl and TensorBoard have the step.
+        The stock step also logs `global_step` and `step` as Python numbers. Lightning copies each to the GPU and waits
+        for it, and nothing reads them: metrics.jsonl and TensorBoard have the step.
         """
         with self.precision_plugin.train_step_context():
             for chunk in self.model:
@@ -48,42 +48,43 @@ class Strategy(nl.MegatronStrategy):
 
     def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:
         stored = _stored_keys(ckpt_to_weights_subdir(checkpoint_path, is_saving=False))
-        kept_back: dict[str, Any] = {}
-        whole = self.megatron_parallel.sharded_state_dict
+        missing: dict[str, Any] = {}
+        sharded_state_dict = self.megatron_parallel.sharded_state_dict
 
         def without_missing(*args: Any, **kwargs: Any) -> Any:
-            return _drop_missing(whole(*args, **kwargs), stored, kept_back)
+            return _drop_missing(sharded_state_dict(*args, **kwargs), stored, missing)
 
         self.megatron_parallel.sharded_state_dict = without_missing
         try:
             checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, selective_restore)
         finally:
             del self.megatron_parallel.sharded_state_dict
-        for path, data in kept_back.items():
-            *owners, leaf = path.split("\0")
-            owner = checkpoint["state_dict"]
-            for name in owners:
-                owner = owner[name]
-            owner[leaf] = data
+        for path, data in missing.items():
+            *parents, leaf = path.split("\0")
+            parent = checkpoint["state_dict"]
+            for name in parents:
+                parent = parent[name]
+            parent[leaf] = data
         return checkpoint
 
 
 def _stored_keys(weights: Path) -> set[str]:
+    """The names of everything that a distributed checkpoint holds."""
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
     return {getattr(entry, "unique_key", key) for key, entry in load_sharded_metadata(str(weights)).items()}
 
 
-def _drop_missing(tree: Any, stored: set[str], kept_back: dict[str, Any], path: str = "") -> Any:
-    """The tree without `_extra_state` objects that are not stored; those go to `kept_back` by their path."""
+def _drop_missing(tree: Any, stored: set[str], missing: dict[str, Any], path: str = "") -> Any:
+    """The state dict `tree` without `_extra_state` objects that are not stored; these go to `missing`, by path."""
     if not isinstance(tree, dict):
         return tree
-    found = {}
+    kept = {}
     for name, value in tree.items():
-        where = f"{path}\0{name}" if path else str(name)
-        missing = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
-        if missing and value.unique_key not in stored:
-            kept_back[where] = value.data
+        child = f"{path}\0{name}" if path else str(name)
+        is_extra_state = isinstance(value, ShardedObject) and value.key.endswith("_extra_state")
+        if is_extra_state and value.unique_key not in stored:
+            missing[child] = value.data
         else:
-            found[name] = _drop_missing(value, stored, kept_back, where)
-    return found
+            kept[name] = _drop_missing(value, stored, missing, child)
+    return kept

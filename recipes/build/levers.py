@@ -33,7 +33,7 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
     ]
     if HAVE_TE and _te_version() >= TE_LOSS:
         found.append(("model.config.cross_entropy_fusion_impl", "te", "Transformer Engine's loss where ours is off"))
-    if wgrad.available():
+    if wgrad.is_available():
         found.append(
             ("model.config.gradient_accumulation_fusion", True, "weight gradients added in the matrix product")
         )

@@ -228,7 +228,7 @@ def _stock_import(hf: Path) -> Path:
 
     from training import cpu
 
-    with cpu.backend():
+    with cpu.emulate_cuda():
         stock = Path(HFQwen2Importer(str(hf)).apply(Path("stock")))
     _stop_checkpoint_writers()
     return stock

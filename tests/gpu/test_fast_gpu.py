@@ -40,14 +40,14 @@ def test_split_and_rotate_kernel(groups: int, heads: int) -> None:
 
     mixed = torch.randn(256, 3, groups, (heads // groups + 2) * 64)
     angles = 100 * torch.rand(256, 32)
-    here, there = mixed.clone().requires_grad_(), mixed.cuda().requires_grad_()
-    ours = SplitAndRotate.apply(there, angles.cos().cuda(), angles.sin().cuda(), heads)
-    plain = SplitAndRotate.apply(here, angles.cos(), angles.sin(), heads)
+    on_cpu, on_gpu = mixed.clone().requires_grad_(), mixed.cuda().requires_grad_()
+    ours = SplitAndRotate.apply(on_gpu, angles.cos().cuda(), angles.sin().cuda(), heads)  # type: ignore[no-untyped-call]
+    plain = SplitAndRotate.apply(on_cpu, angles.cos(), angles.sin(), heads)  # type: ignore[no-untyped-call]
     grads = [torch.randn_like(x) for x in plain]
     torch.autograd.backward(plain, grads)
     torch.autograd.backward(ours, [g.cuda() for g in grads])
-    assert here.grad is not None and there.grad is not None
-    for a, b in zip((*plain, here.grad), (*ours, there.grad), strict=True):
+    assert on_cpu.grad is not None and on_gpu.grad is not None
+    for a, b in zip((*plain, on_cpu.grad), (*ours, on_gpu.grad), strict=True):
         assert torch.allclose(a, b.cpu(), atol=1e-5)
 
 

@@ -181,5 +181,5 @@ def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.Mo
         monkeypatch.setattr(graph.parallel_state, f"get_{kind}_parallel_world_size", lambda: 1)
     config = SimpleNamespace(cross_entropy_fusion_impl="native")
     for overlap in (False, True):
-        problem = graph.GraphedSchedule.unfit(config, SimpleNamespace(overlap_grad_reduce=overlap), True, True)
+        problem = graph.GraphedSchedule.find_problem(config, SimpleNamespace(overlap_grad_reduce=overlap), True, True)
         assert (problem is not None and "overlap_grad_reduce=False" in problem) == overlap

@@ -25,7 +25,7 @@ def _shard_size() -> int:
     shard = ShardedTensor.from_rank_offsets("weight", torch.zeros(3, 4))
     with pytest.raises(AttributeError, match="product"):
         _shard_size(shard)
-    compat.numpy_product()
+    compat.restore_numpy_product()
     return int(_shard_size(shard))
 
 
@@ -41,8 +41,12 @@ def _metadata_written(compatible: bool) -> list[bool]:
 
     from training import compat
 
-    written = filesystem.FileSystemWriter.finish
-    filesystem.FileSystemWriter.finish = lambda self, m, r: written(self, dataclasses.replace(m, version="2.11"), r)
+    finish = filesystem.FileSystemWriter.finish
+
+    def finish_with_a_copy(self: Any, metadata: Metadata, results: Any) -> None:
+        finish(self, dataclasses.replace(metadata, version="2.11"), results)
+
+    filesystem.FileSystemWriter.finish = finish_with_a_copy
     if compatible:
         compat.keep_mcore_data()
         compat.keep_mcore_data()
@@ -50,7 +54,7 @@ def _metadata_written(compatible: bool) -> list[bool]:
     for name in ("a", "b"):
         Path(name).mkdir()
         metadata = Metadata(state_dict_metadata={})
-        metadata.mcore_data = {"weight": {}}
+        vars(metadata)["mcore_data"] = {"weight": {}}
         FileSystemWriterAsync(name).finish(metadata, [])
         found.append(hasattr(pickle.loads((Path(name) / ".metadata").read_bytes()), "mcore_data"))
     return found
@@ -93,10 +97,10 @@ def _copies_while_written(compatible: bool) -> list[bool]:
     from training import compat
 
     if compatible:
-        compat.keep_what_is_being_written()
-        compat.keep_what_is_being_written()
+        compat.hold_copies_until_written()
+        compat.hold_copies_until_written()
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
     may_end, copies = get_context("fork").Event(), []
 
     def copy() -> torch.Tensor:
@@ -130,7 +134,7 @@ def _gloo_without_coalescing() -> tuple[str, float]:
         raise RuntimeError("ProcessGroupGloo::allreduce_coalesced: unsupported device type cuda")
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    distributed.ProcessGroup.allreduce_coalesced = as_on_a_gpu
+    distributed.ProcessGroup.allreduce_coalesced = as_on_a_gpu  # type: ignore[assignment]
     group, bucket = distributed.group.WORLD, torch.ones(3)
 
     def sum_of_gradients() -> None:
@@ -142,8 +146,8 @@ def _gloo_without_coalescing() -> tuple[str, float]:
         stock = "it works"
     except RuntimeError as problem:
         stock = str(problem)
-    compat.gloo_one_by_one()
-    compat.gloo_one_by_one()
+    compat.reduce_gloo_buckets_one_by_one()
+    compat.reduce_gloo_buckets_one_by_one()
     sum_of_gradients()
     return stock, float(bucket.sum())
 

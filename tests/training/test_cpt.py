@@ -29,6 +29,7 @@ def _continue(sample: Path, base: str, **kwargs: Any) -> list[dict[str, Any]]:
     from recipes import registry
 
     recipe = registry.resolve("qwen25_tiny_cpt")
+    assert isinstance(recipe.plan.blend, dict)
     blend = {**recipe.plan.blend, "domains": [dict(d) for d in recipe.plan.blend["domains"]]}
     for domain in blend["domains"]:
         domain["folder"] = str(sample / domain["name"])
@@ -103,16 +104,16 @@ def test_the_step0_gate_sees_lost_weights(sample: Path, base: Path, forked: Call
 def _lose_a_norm(sample: Path, base: str) -> None:
     import torch
 
-    from training import gates
+    from training import step0
 
-    check = gates.check_step0
+    check = step0.check_step0
 
     def with_loss(trainer: Any, source: str, run: RunDir) -> None:
         with torch.no_grad():
             next(p for n, p in trainer.strategy.model.named_parameters() if "input_layernorm" in n).mul_(1.5)
         check(trainer, source, run)
 
-    gates.check_step0 = with_loss
+    step0.check_step0 = with_loss
     _continue(sample, base, words=("trainer.max_steps=2",))
 
 

@@ -85,11 +85,11 @@ def test_the_stock_dataset_loses_the_signal(short_documents: Path) -> None:
 @pytest.mark.parametrize("eod_mask_loss", (False, True))
 def test_mask_gate(short_documents: Path, eod_mask_loss: bool) -> None:
     ours = _dataset(WholeMaskGPTDataset, short_documents, 1000, eod_mask_loss=eod_mask_loss)
-    share = gates.check_loss_mask(list(gates._probe(ours)), EOD, eod_mask_loss)
+    share = gates.check_loss_mask(list(gates.probe_samples(ours)), EOD, eod_mask_loss)
     assert share == 1.0 if not eod_mask_loss else 0.95 < share < 0.98
     stock = _dataset(GPTDataset, short_documents, 1000, eod_mask_loss=eod_mask_loss)
     with pytest.raises(GateError, match="loss mask"):
-        gates.check_loss_mask(list(gates._probe(stock)), EOD, eod_mask_loss)
+        gates.check_loss_mask(list(gates.probe_samples(stock)), EOD, eod_mask_loss)
 
 
 def test_rewritten_ids_are_caught(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_rewritten_ids_are_caught(tmp_path: Path) -> None:
     trap = _dataset(GPTDataset, prefix, 10)
     trap._pad_token_id = 7
     with pytest.raises(GateError, match="rewrites token ids"):
-        gates.check_ids(list(gates._probe(trap)), 4096)
-    gates.check_ids(list(gates._probe(_dataset(WholeMaskGPTDataset, prefix, 10))), 4096)
+        gates.check_ids(list(gates.probe_samples(trap)), 4096)
+    gates.check_ids(list(gates.probe_samples(_dataset(WholeMaskGPTDataset, prefix, 10))), 4096)
     with pytest.raises(GateError, match="outside the model's vocabulary"):
-        gates.check_ids(list(gates._probe(_dataset(WholeMaskGPTDataset, prefix, 10))), 39)
+        gates.check_ids(list(gates.probe_samples(_dataset(WholeMaskGPTDataset, prefix, 10))), 39)
 
 
 def test_a_violated_gate_stops_the_run_before_step_1(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def _count_parameters(name: str) -> tuple[int, set[str]]:
     from recipes.build import layers
     from training import cpu
 
-    with cpu.backend():
+    with cpu.emulate_cuda():
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         config = registry.resolve(name)().model.config

@@ -31,7 +31,7 @@ def _weights(checkpoint: Path) -> dict[str, str]:
 
     from training import cpu
 
-    with cpu.backend():
+    with cpu.emulate_cuda():
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         tensors = dist_checkpointing.load_plain_tensors(str(checkpoint / "weights"))
     kept = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}

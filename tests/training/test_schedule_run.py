@@ -57,7 +57,7 @@ def _train(
         return partial
 
     recipe.build = changed
-    words = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
+    words: tuple[str, ...] = (f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
     words += (f"trainer.max_steps={steps}", "trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")
     assert execute.launch(RunSpec(recipe="qwen25_tiny", name="run", resume=resume, overrides=words)) == 0
     return [json.loads(line) for line in Path("lr.jsonl").read_text().splitlines()]

@@ -38,6 +38,7 @@ def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tm
     assert _losses(first) == _losses(whole)[:10]
     assert _losses(both) == _losses(whole)
     assert both[-1]["unmasked_tokens"] == whole[-1]["unmasked_tokens"] == 20 * 4 * 256
+    assert all(0.1 < row["memory_gib"] < 100 for row in whole if "loss" in row)
     assert [p.name for p in sorted((tmp_path / "parts/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
 
 

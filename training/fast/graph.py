@@ -1,7 +1,7 @@
-"""One micro batch as a CUDA graph: forward and backward captured once, then replayed without Python.
+"""One micro batch as a CUDA graph: forward and backward are captured once, then replayed without Python.
 
 A small model is launch-bound: a micro batch is a thousand kernels of a few microseconds each. The graph is captured
-from Megatron's own `forward_step` and `backward_step`, so it computes what the plain schedule computes.
+from Megatron's own `forward_step` and `backward_step`, so that it computes what Megatron's schedule computes.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ log = logging.getLogger("launch")
 
 
 class GraphedSchedule:
-    """Stands in for `megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining`.
-
-    Args:
-        warm_up: micro batches before the capture (initialisation, kernel choice, compilation), whose gradients are
-            dropped: every step is computed by the graph, so a resumed run repeats the kernels of the whole one, and no
-            step needs more memory than the others.
+    """Replaces `megatron.core.pipeline_parallel.schedules.forward_backward_no_pipelining`.
 
     Gradients are summed over the replicas after the last micro batch, outside the graph: a communicator that a graph
     holds cannot be destroyed before it (pytorch issue 115388).
     Upstream: megatron-core 0.14 has a graph of the whole iteration; this one does not grow with the number of micro
     batches.
+
+    Args:
+        warm_up_batches: micro batches to compute before the capture (initialisation, kernel choice, compilation). Their
+            gradients are dropped, so that the graph computes every step: a resumed run repeats the kernels of an
+            uninterrupted one, and no step needs more memory than the others.
     """
 
-    def __init__(self, warm_up: int = 2) -> None:
-        self.warm_up = warm_up
-        self._recorded: Recorded | None = None
+    def __init__(self, warm_up_batches: int = 2) -> None:
+        self._warm_up_batches = warm_up_batches
+        self._captured: CapturedMicroBatch | None = None
         self._batch = ReadyBatch()
-        self._captured_for = 0
+        self._captured_for = 0  # micro batches per step
 
     @staticmethod
-    def unfit(config: Any, ddp_config: Any, fused_lm_head: bool, sync_free_loss: bool) -> str | None:
-        """Why this schedule cannot take over from a model of these Megatron configurations, or None."""
+    def find_problem(config: Any, ddp_config: Any, fused_lm_head: bool, sync_free_loss: bool) -> str | None:
+        """Why this schedule cannot be used with a model of these Megatron configurations, or None."""
         if not torch.cuda.is_available():
             return "it needs a GPU"
         if config.cross_entropy_fusion_impl == "te" and not fused_lm_head:
@@ -63,50 +63,50 @@ class GraphedSchedule:
         return None if ranks == 1 else "it needs tensor, pipeline and context parallel size 1"
 
     def __call__(
-        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **_: Any
+        self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int, **unused: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """Megatron's schedule protocol, for training steps (training/speed.py binds it to nothing else)."""
+        """Run one training step, by Megatron's schedule protocol (training/speed.py uses it for nothing else)."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
 
         def compute() -> dict[str, torch.Tensor]:
-            return _micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
+            return _compute_micro_batch(forward_step_func, iter([self._batch]), model, num_microbatches)
 
         rows = []
         for _ in range(num_microbatches):
-            self._fill(data_step(iterator))
-            if self.warm_up:
-                self._run_in(compute, model)
-            if self._recorded is None or self._captured_for != num_microbatches:
-                self._recorded = None  # its memory first
-                self._recorded, self._captured_for = self._capture(compute, model), num_microbatches
-            rows.append(self._recorded.replay())
+            self._copy_batch(data_step(iterator))
+            if self._warm_up_batches:
+                self._warm_up(compute, model)
+            if self._captured is None or self._captured_for != num_microbatches:
+                self._captured = None  # free its memory before the next capture
+                self._captured, self._captured_for = self._capture(compute, model), num_microbatches
+            rows.append(self._captured.replay())
         if finalize := get_model_config(model).finalize_model_grads_func:
             finalize([model], None)
         return rows
 
-    def _fill(self, batch: dict[str, torch.Tensor | None]) -> None:
-        """Copy the batch to where the graph reads it."""
+    def _copy_batch(self, batch: dict[str, torch.Tensor | None]) -> None:
+        """Copy the batch to the tensors that the graph reads."""
         if not self._batch:
             self._batch = ReadyBatch({name: value if value is None else value.clone() for name, value in batch.items()})
         for name, value in batch.items():
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]
 
-    def _run_in(self, compute: Callable[[], Any], model: Any) -> None:
-        """Warm-up on the batch at hand, before a step's first micro batch; gradients are zero after it as before."""
-        with _same_random_states():
-            for _ in range(self.warm_up):
+    def _warm_up(self, compute: Callable[[], Any], model: Any) -> None:
+        """Compute the batch before the first micro batch of a step; leaves gradients and random states as before."""
+        with _preserved_random_states():
+            for _ in range(self._warm_up_batches):
                 compute()
                 get_attr_wrapped_model(model, "zero_grad_buffer")()
-                torch.cuda.empty_cache()  # else the next logits take new memory: what was freed is in pieces too short
-        self.warm_up = 0
+                torch.cuda.empty_cache()  # the freed memory is in pieces too small for the next logits
+        self._warm_up_batches = 0
 
-    def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> Recorded:
-        """Record one forward and backward; nothing is computed yet."""
+    def _capture(self, compute: Callable[[], dict[str, torch.Tensor]], model: Any) -> CapturedMicroBatch:
+        """Capture one forward and backward, without computing it."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        _gradients_on(stream, model)
+        _move_gradient_hooks(stream, model)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
@@ -116,26 +116,26 @@ class GraphedSchedule:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             row = compute()
         log.info("speed: captured one micro batch as a CUDA graph")
-        return Recorded(graph, row)
+        return CapturedMicroBatch(graph, row)
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorded:
-    """A captured micro batch and where it leaves what the loss reduction reports."""
+class CapturedMicroBatch:
+    """A captured micro batch, and the tensors into which it writes what the loss reduction reports."""
 
     graph: Any
     row: dict[str, torch.Tensor]
 
     def replay(self) -> dict[str, torch.Tensor]:
-        """Compute; the row is a copy, since the next replay writes over it."""
+        """Compute the micro batch. Returns a copy of the row, because the next replay overwrites it."""
         self.graph.replay()
         return {name: value.clone() for name, value in self.row.items()}
 
 
-def _micro_batch(
+def _compute_micro_batch(
     forward_step_func: Any, iterator: Iterator[Any], model: Any, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward of one micro batch through Megatron's own steps; returns what the loss reduction reports."""
+    """Run forward and backward of one micro batch by Megatron's own steps; returns what the loss reduction reports."""
     config = get_model_config(model)
     rows: list[dict[str, torch.Tensor]] = []
     output, _ = schedules.forward_step(forward_step_func, iterator, model, num_microbatches, None, rows, config)
@@ -144,8 +144,8 @@ def _micro_batch(
 
 
 @contextlib.contextmanager
-def _same_random_states() -> Iterator[None]:
-    """The device's random stream and Megatron's named ones are after the block where they were before it."""
+def _preserved_random_states() -> Iterator[None]:
+    """Restore the states of the device's random stream and of Megatron's named ones after the block."""
     tracker, default = get_cuda_rng_tracker(), random._get_cuda_rng_state()
     before = {
         name: state.get_state() if isinstance(state, torch.Generator) else state.clone()
@@ -160,11 +160,11 @@ def _same_random_states() -> Iterator[None]:
             tracker.states_[name] = before[name]
 
 
-def _gradients_on(stream: torch.cuda.Stream, model: Any) -> None:
-    """Make Megatron's gradient hooks anew, so that they run on the capturing stream.
+def _move_gradient_hooks(stream: torch.cuda.Stream, model: Any) -> None:
+    """Make Megatron's gradient hooks again on the capturing stream.
 
-    Autograd runs a parameter's gradient accumulation on the stream that was current when its node was made; Megatron's
-    DDP makes and keeps the nodes on the default stream, which cannot be captured.
+    Autograd runs a parameter's gradient accumulation on the stream that was current when its node was made. Megatron's
+    DDP makes the nodes on the default stream, which cannot be captured, and keeps them.
     """
     ddp = get_attr_wrapped_model(model, "grad_accs", return_model_obj=True)
     ddp.grad_accs.clear()

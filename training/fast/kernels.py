@@ -1,6 +1,8 @@
-"""Triton kernels. Imported only where there is a GPU: elsewhere Triton may not be installed."""
+"""Triton kernels. Imported only on a machine with a GPU; elsewhere Triton may not be installed."""
 
-# no `from __future__ import annotations`: Triton reads the annotations
+# no `from __future__ import annotations`: Triton reads the annotations. The arguments of a kernel are
+# Triton's pointers and numbers, for which there are no types:
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
 import torch
 import triton
@@ -17,7 +19,7 @@ def _cross_entropy_row(logits, stride, labels, losses, vocab, block: tl.constexp
     label = tl.load(labels + row)
     at_label = tl.load(logits + label).to(tl.float32)
     columns = tl.arange(0, block)
-    # each lane keeps a maximum and a sum of its own; lanes meet once, after the loop
+    # each lane keeps its own maximum and sum; the lanes are reduced once, after the loop
     top = tl.full((block,), -1e30, tl.float32)
     total = tl.zeros((block,), tl.float32)
     for start in range(0, vocab, block):
@@ -29,15 +31,15 @@ def _cross_entropy_row(logits, stride, labels, losses, vocab, block: tl.constexp
     log2_sum = peak + tl.log2(tl.sum(total * tl.exp2(top - peak), 0))
     tl.store(losses + row, log2_sum / log2e - at_label)
     for start in range(0, vocab, block):
-        here = logits + start + columns
-        x = tl.load(here, mask=start + columns < vocab, other=float("-inf"))
+        block_logits = logits + start + columns
+        x = tl.load(block_logits, mask=start + columns < vocab, other=float("-inf"))
         gradient = tl.exp2(x.to(tl.float32) * log2e - log2_sum)
         gradient = tl.where(start + columns == label, gradient - 1.0, gradient)
-        tl.store(here, gradient.to(x.dtype), mask=start + columns < vocab)
+        tl.store(block_logits, gradient.to(x.dtype), mask=start + columns < vocab)
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """training.fast.lm_head.cross_entropy_ on a GPU: one program a row, two passes over it."""
+    """training.fast.lm_head.cross_entropy_ on a GPU: one program per row, two passes over the row."""
     tokens, vocab = logits.shape
     losses = torch.empty(tokens, dtype=torch.float32, device=logits.device)
     _cross_entropy_row[(tokens,)](logits, logits.stride(0), labels, losses, vocab, block=_BLOCK, num_warps=16)
@@ -92,7 +94,7 @@ def qkv_rope(
     sin: torch.Tensor,
     backward: bool,
 ) -> None:
-    """training.fast.qkv on a GPU: one program a token. Forward writes `parts` from `mixed`, backward the reverse."""
+    """training.fast.qkv on a GPU: one program per token. Forward writes `parts` from `mixed`, backward the reverse."""
     q, k, v = parts
     seq, batch, heads, width = q.shape
     slots = heads + 2 * k.shape[2]

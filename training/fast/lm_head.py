@@ -1,9 +1,9 @@
-"""The output layer and its cross-entropy as one function, so that the logits are touched as little as possible.
+"""Output layer and cross-entropy in one function, so that the logits are read and written as rarely as possible.
 
-The logits are the largest tensor of a small model (151,936 wide). The plain path reads and writes them for the matrix
-product, the softmax, the loss, the gradient and its scaling. Here the loss kernel writes softmax - onehot over the
-logits (online softmax, arXiv 1805.02867), and the weight that the loss gives each token is applied to the narrow side:
-d hidden = g * (d logits @ W), d W = d logits^T @ (g * hidden).
+The logits are the largest tensor of a small model (151,936 wide). Megatron's own code reads and writes them for the
+matrix product, the softmax, the loss, the gradient and its scaling. Here the loss kernel overwrites the logits with
+softmax - onehot (online softmax, arXiv 1805.02867), and the gradient g of each token's loss multiplies the narrow
+tensors instead: d hidden = g * (d logits @ W), d W = d logits^T @ (g * hidden).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from training.fast.wgrad import accumulate
 
-_TOKENS_WITHOUT_GRADIENT = 4096  # a chunk of validation: its logits are thrown away at once
+_VALIDATION_CHUNK = 4096  # tokens; the logits of a chunk are freed before the next one
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Losses, with `logits` overwritten by d(the row's loss)/d(logits).
+    """Compute the losses and overwrite `logits` with d(loss of the row)/d(logits).
 
     Args:
         logits: bf16 or fp32 [tokens, vocab], contiguous; overwritten with softmax(logits) - onehot(labels).
@@ -44,8 +44,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """losses = cross_entropy(hidden @ weight^T, labels).
 
     hidden: [tokens, hidden]; weight: [vocab, hidden], the same dtype; labels: int64[tokens]; losses: fp32[tokens].
-    With `weight.main_grad` (Megatron's fp32 gradient buffer) the weight's gradient is added there in the matrix
-    product itself, and autograd gets none.
+    With `into_main_grad` the weight's gradient is added to `weight.main_grad` (Megatron's fp32 gradient buffer) in the
+    matrix product itself, and autograd gets none.
     """
 
     @staticmethod
@@ -66,47 +66,53 @@ class LinearCrossEntropy(torch.autograd.Function):
         if not ctx.into_main_grad:
             return dhidden, dlogits.t() @ (hidden * grad), None, None, None
         accumulate(hidden * grad, dlogits, weight.main_grad)
-        if ctx.tied:  # the embedding's gradient of the same weight is still to come: DDP's hook adds that one
+        if ctx.tied:  # the embedding's gradient of the same weight comes later, and DDP's hook adds it
             return dhidden, None, None, None, None
-        weight.grad_added_to_main_grad = True  # tells DDP's hook that the tensor below holds nothing
+        weight.grad_added_to_main_grad = True  # DDP's hook then ignores the empty tensor below
         return dhidden, torch.empty_like(weight), None, None, None
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, into_main_grad: bool = False, tied: bool = False
 ) -> torch.Tensor:
-    """`LinearCrossEntropy`; without gradients in chunks of tokens, so that validation needs little memory."""
+    """Apply `LinearCrossEntropy`; without gradients in chunks of tokens, so that validation needs little memory."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        losses: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, labels, into_main_grad, tied)
+        losses: torch.Tensor = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, labels, into_main_grad, tied
+        )
         return losses
-    chunks = zip(hidden.split(_TOKENS_WITHOUT_GRADIENT), labels.split(_TOKENS_WITHOUT_GRADIENT), strict=True)
+    chunks = zip(hidden.split(_VALIDATION_CHUNK), labels.split(_VALIDATION_CHUNK), strict=True)
     return torch.cat([cross_entropy_(h @ weight.t(), y) for h, y in chunks])
 
 
-class _Deferred:
-    """What the output layer hands on instead of logits: the loss needs no logits as such, anybody else gets them."""
+class _DeferredLogits:
+    """Returned by the output layer instead of logits: the loss does not need them, other callers compute them."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         self.hidden, self.weight = hidden, weight
 
     def transpose(self, first: int, second: int) -> torch.Tensor:
-        """The one thing that GPTModel does with logits when there are no labels: [seq, batch, vocab] transposed."""
+        """Compute the logits [seq, batch, vocab], transposed: all that GPTModel does with them without labels."""
         return (self.hidden @ self.weight.t()).transpose(first, second)
 
 
 def bind(model: Any, into_main_grad: bool) -> None:
-    """Let a built `megatron.core.models.gpt.GPTModel` use it, through `output_layer` and `compute_language_model_loss`.
+    """Replace `output_layer` and `compute_language_model_loss` of a built `megatron.core.models.gpt.GPTModel`.
 
-    For tensor and pipeline parallel size 1: the whole vocabulary, and embedding and output layer, on one rank.
+    Only for tensor and pipeline parallel size 1, where a rank has the whole vocabulary, the embedding and the output
+    layer.
+
+    Args:
+        into_main_grad: the model uses `gradient_accumulation_fusion`.
     """
     tied = bool(model.share_embeddings_and_output_weights)
 
     def output_layer(
         hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[_Deferred, None]:
-        return _Deferred(hidden, model.output_layer.weight if weight is None else weight), None
+    ) -> tuple[_DeferredLogits, None]:
+        return _DeferredLogits(hidden, model.output_layer.weight if weight is None else weight), None
 
-    def loss(labels: torch.Tensor, logits: _Deferred) -> torch.Tensor:
+    def loss(labels: torch.Tensor, logits: _DeferredLogits) -> torch.Tensor:
         """labels: int64[batch, seq] -> fp32[batch, seq]."""
         seq, batch, width = logits.hidden.shape
         flat = labels.transpose(0, 1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Megatron's optimizer step without waiting for the GPU: clip, AdamW and the NaN check stay on the device."""
+"""Megatron's optimizer step without a wait for the GPU: clipping, AdamW and the NaN check stay on the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 class DeviceStep:
     """Replaces `ChainedOptimizer.step` of a bf16 or fp32 AdamW.
 
-    The stock step copies the gradient norm to the host to decide whether to scale the gradients, in a pass of its
-    own. Here the norm stays where it is and torch's fused AdamW takes the clip factor along. A gradient that is not
-    finite changes nothing, and is counted in `skipped`: training/speed.py reads that count at the logging interval and
-    ends the run. The state lives where Megatron keeps it, so checkpoints do not change.
+    The stock step copies the gradient norm to the host to decide whether to scale the gradients, and scales them in a
+    pass of their own. Here the norm stays on the device and torch's fused AdamW applies the clip factor. If a gradient
+    is not finite, the step changes no weight and adds one to `skipped`; training/speed.py reads that count at the
+    logging interval and ends the run. The optimizer state stays where Megatron keeps it, so checkpoints do not change.
 
     Args:
         chained: `megatron.core.optimizer.ChainedOptimizer` of one Adam.
@@ -36,8 +36,8 @@ class DeviceStep:
         chained.step = self
 
     @staticmethod
-    def unfit(chained: Any) -> str | None:
-        """Why this step cannot take over, or None."""
+    def find_problem(chained: Any) -> str | None:
+        """Why this step cannot replace that of the optimizer, or None."""
         inner = getattr(chained, "chained_optimizers", [])
         if len(inner) != 1 or getattr(inner[0], "is_stub_optimizer", False):
             return "there is not exactly one optimizer"
@@ -48,7 +48,7 @@ class DeviceStep:
 
     @torch.no_grad()
     def __call__(self) -> tuple[bool, torch.Tensor, None]:
-        """One step. Returns (True, the gradient norm before clipping: fp32 scalar on the device, None)."""
+        """Do one step. Returns (True, the gradient norm before clipping: fp32 scalar on the device, None)."""
         self.inner.prepare_grads()
         norm = self._norm()
         finite = torch.isfinite(norm)
@@ -78,7 +78,7 @@ class DeviceStep:
                     self.adam.state[p]["step"] = self.adam.state[p]["step"].to(p.device)
 
     def _step_of_te(self) -> None:
-        """One step of Transformer Engine's FusedAdam, on its own state, with the clip factor taken along."""
+        """Do one step of Transformer Engine's FusedAdam, on its own state, with the clip factor applied."""
         for group in self.adam.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]

@@ -1,7 +1,8 @@
-"""From the fused QKV projection to rotated query and key, and value: one pass, and one back.
+"""Splits the fused QKV projection into rotated query, rotated key and value, in one pass forward and one backward.
 
-Megatron splits the projection's output (interleaved by group), copies what is not contiguous, rotates query and key in
-a kernel each, and joins the gradients again. RoPE: arXiv 2104.09864, in the half-split form of Hugging Face and NeMo.
+Megatron splits the projection's output (interleaved by group), copies the parts that are not contiguous, rotates query
+and key in a kernel each, and joins the gradients again. RoPE: arXiv 2104.09864, in the half-split form of Hugging Face
+and NeMo.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SplitAndRotate(torch.autograd.Function):
             return parts  # type: ignore[return-value]
         q, k, v = (part.flatten(2) for part in mixed.split([heads // groups * width, width, width], dim=3))
         shaped = (x.unflatten(2, (-1, width)) for x in (q, k))
-        return *(_rotate(x, cos, sin) for x in shaped), v.unflatten(2, (-1, width)).contiguous()  # type: ignore[return-value]
+        return *(_rotate(x, cos, sin) for x in shaped), v.unflatten(2, (-1, width)).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -58,49 +59,49 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat([first * c - second * s, second * c + first * s], dim=3).to(x.dtype)
 
 
-class _Tables:
-    """cos and sin of the angles that GPTModel hands to every layer: made once, not once a layer."""
+class _CosSinTables:
+    """cos and sin of the angles that GPTModel passes to every layer, computed once instead of once per layer."""
 
     def __init__(self) -> None:
         self.angles: torch.Tensor | None = None
         self.cos = self.sin = torch.empty(0)
 
     def of(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """angles: fp32[seq, 1, 1, width], both halves alike."""
+        """cos and sin of angles: fp32[seq, 1, 1, width] with two equal halves -> fp32[seq, width / 2] each."""
         if self.angles is not angles:
             half = angles[:, 0, 0, : angles.shape[3] // 2].float()
             self.angles, self.cos, self.sin = angles, half.cos().contiguous(), half.sin().contiguous()
         return self.cos, self.sin
 
 
-def unfit(config: Any) -> str | None:
-    """Why a model of this Megatron configuration cannot use it, or None."""
+def find_problem(config: Any) -> str | None:
+    """Why a model of this Megatron configuration cannot use this module, or None."""
     if config.rotary_interleaved or config.multi_latent_attention or getattr(config, "no_rope_freq", None):
-        return "it knows the plain half-split RoPE only"
+        return "it supports only the plain half-split RoPE"
     if config.qk_layernorm or config.flash_decode or config.recompute_granularity:
-        return "query/key norms, flash decoding and recomputation are Megatron's own"
+        return "it does not support query/key norms, flash decoding or recomputation"
     return "the head width is not a power of two" if config.kv_channels & (config.kv_channels - 1) else None
 
 
 def bind(model: Any) -> None:
-    """Let every `megatron.core.transformer.attention.SelfAttention` of a built GPTModel use it in training."""
-    tables = _Tables()
+    """Replace the training forward of each `megatron.core.transformer.attention.SelfAttention` of a built GPTModel."""
+    tables = _CosSinTables()
     for layer in model.decoder.layers:
         layer.self_attention.forward = _forward(layer.self_attention, layer.self_attention.forward, tables)
 
 
-def _forward(attention: Any, plain: Any, tables: _Tables) -> Any:
+def _forward(attention: Any, original: Any, tables: _CosSinTables) -> Any:
     def forward(
         hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """SelfAttention.forward: [seq, batch, hidden] -> the same, and the projection's bias."""
+        """SelfAttention.forward: [seq, batch, hidden] -> [seq, batch, hidden] and the projection's bias."""
         given = {name for name, value in kwargs.items() if value is not None}
         angles = kwargs.get("rotary_pos_emb")
         if args or given != {"rotary_pos_emb"} or not isinstance(angles, torch.Tensor):
-            return plain(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
+            return original(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
         mixed, _ = attention.linear_qkv(hidden_states)
         groups, heads = attention.num_query_groups_per_partition, attention.num_attention_heads_per_partition
-        q, k, v = SplitAndRotate.apply(mixed.unflatten(2, (groups, -1)), *tables.of(angles), heads)
+        q, k, v = SplitAndRotate.apply(mixed.unflatten(2, (groups, -1)), *tables.of(angles), heads)  # type: ignore[no-untyped-call]
         context = attention.core_attention(q, k, v, attention_mask, attn_mask_type=attention.attn_mask_type)
         return attention.linear_proj(context)  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Weight gradients added to Megatron's fp32 buffer inside the matrix product, without Apex.
+"""Adds weight gradients to Megatron's fp32 buffer inside the matrix product, without Apex.
 
 Megatron's own linear layers call the Apex extension `fused_weight_gradient_mlp_cuda` for this and refuse
 `gradient_accumulation_fusion` without it. cuBLAS does the same through torch: bf16 operands, fp32 output, beta = 1.
@@ -11,13 +11,13 @@ import types
 import torch
 
 
-def available() -> bool:
-    """torch can multiply bf16 matrices into an fp32 one (2.8 and newer)."""
+def is_available() -> bool:
+    """Whether torch can multiply bf16 matrices into an fp32 one (2.8 and newer)."""
     return hasattr(torch.ops.aten.addmm, "dtype_out")
 
 
 def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
-    """main_grad += grad_output^T @ inputs.
+    """Add the weight's gradient: main_grad += grad_output^T @ inputs.
 
     Args:
         inputs: bf16 or fp32 [tokens, in].
@@ -26,16 +26,16 @@ def accumulate(inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch
     """
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), inputs)
-    elif inputs.is_cuda and available():
+    elif inputs.is_cuda and is_available():
         torch.ops.aten.addmm.dtype_out(main_grad, grad_output.t(), inputs, torch.float32, out=main_grad)
     else:
         main_grad.add_(grad_output.t() @ inputs)
 
 
-def stand_in_for_apex() -> None:
-    """Give Megatron's linear layers `accumulate` where Apex is not installed.
+def replace_apex() -> None:
+    """Give Megatron's linear layers `accumulate` if Apex is not installed.
 
-    Named hook: `megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda` (0.12 and 0.13).
+    Replaces `megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda` (0.12 and 0.13).
     """
     from megatron.core.tensor_parallel import layers
 

@@ -22,7 +22,7 @@ def _both(heads: int, groups: int, document_mask: bool) -> tuple[float, float]:
 
     torch.manual_seed(0)
     seq, batch, dim = 96, 2, 16
-    with cpu.backend():
+    with cpu.emulate_cuda():
         torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(1)
@@ -60,7 +60,7 @@ def test_sdpa_equals_megatrons_attention(
 def test_the_cpu_backend_puts_everything_back() -> None:
     rows = cpu._swaps()
     before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in rows]
-    with pytest.raises(RuntimeError, match="inside"), cpu.backend():
+    with pytest.raises(RuntimeError, match="inside"), cpu.emulate_cuda():
         assert torch.zeros(1, device="cuda").device.type == "cpu"
         raise RuntimeError("inside")
     assert all(getattr(owner, name, None) is value for owner, name, value in before)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,8 +58,8 @@ def _ip(*words: str) -> None:
 
 def _write_run(sample: Path, folder: Path, *words: str) -> None:
     """runs/cut, as a launcher that starts the ranks itself would have written it."""
-    command = [sys.executable, ROOT / "launch.py", "--recipe", "qwen25_tiny", "--executor", "local", "--name", "cut"]
-    command += ["--devices", "2", "--dryrun", "--write", f"data.paths={sample / 'prose'}"]
+    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--executor", "local"]
+    command += ["--name", "cut", "--devices", "2", "--dryrun", "--write", f"data.paths={sample / 'prose'}"]
     command += [f"data.index_mapping_dir={folder / 'cache'}", "trainer.max_steps=4000", "trainer.log_every_n_steps=1"]
     command += ["trainer.val_check_interval=4000", *words]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
@@ -66,13 +67,13 @@ def _write_run(sample: Path, folder: Path, *words: str) -> None:
 
 def _start(hosts: tuple[str, str], folder: Path, rank: int, **environ: str) -> subprocess.Popen[str]:
     shell = f"hostname node-{'ab'[rank]} && exec {sys.executable} -m launcher.rank_main runs/cut"
-    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "veth0"}
-    place |= {"CPT_PROCESS_GROUP_TIMEOUT_S": str(TIMEOUT_S), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "veth0"}
+    variables |= {"CPT_PROCESS_GROUP_TIMEOUT_S": str(TIMEOUT_S), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         ["ip", "netns", "exec", hosts[rank], "unshare", "-u", "sh", "-c", shell],
         cwd=folder,
-        env={**os.environ, **place, **environ},
+        env={**os.environ, **variables, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -98,7 +99,7 @@ def _ends(ranks: list[subprocess.Popen[str]], within_s: float) -> list[str]:
             rank.kill()
 
 
-def _last_words(folder: Path) -> list[dict]:
+def _rank_states(folder: Path) -> list[dict[str, Any]]:
     logs = folder / "runs" / "cut" / "logs" / "attempt-1"
     return [json.loads((logs / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
@@ -114,19 +115,19 @@ def test_a_cut_link_ends_both_ranks_in_time_and_names_the_other(
     said = _ends(ranks, TIMEOUT_S + 15)
     assert time.monotonic() - cut < TIMEOUT_S + 12, said
     assert [rank.returncode for rank in ranks] == [1, 1], said
-    for rank, (text, word) in enumerate(zip(said, _last_words(tmp_path), strict=True)):
+    for rank, (text, state) in enumerate(zip(said, _rank_states(tmp_path), strict=True)):
         other = 1 - rank
         assert f"lost rank {other} on node-{'ab'[other]} ({ADDRESSES[other]})" in text
         assert "its host does not answer" in text
         assert f"within {TIMEOUT_S} s" in text
-        assert word["state"] == "failed" and f"lost rank {other}" in word["error"]
+        assert state["state"] == "failed" and f"lost rank {other}" in state["error"]
 
 
 def test_a_killed_rank_is_named_at_once(hosts: tuple[str, str], sample: Path, tmp_path: Path) -> None:
     _write_run(sample, tmp_path)
     ranks = [_start(hosts, tmp_path, rank) for rank in (0, 1)]
     _trained(tmp_path, ranks)
-    os.kill(_last_words(tmp_path)[1]["pid"], signal.SIGKILL)
+    os.kill(_rank_states(tmp_path)[1]["pid"], signal.SIGKILL)
     killed = time.monotonic()
     text = _ends(ranks, TIMEOUT_S)[0]
     assert time.monotonic() - killed < TIMEOUT_S
@@ -141,12 +142,13 @@ def test_a_node_with_other_data_is_refused(hosts: tuple[str, str], sample: Path,
     shell = f"mount --bind {other} {mine} && exec {sys.executable} -m launcher.rank_main runs/cut"
     (tmp_path / "node-b").write_text(shell)
     first = _start(hosts, tmp_path, 0)
-    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "veth0"}
-    place |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    variables |= {"GLOO_SOCKET_IFNAME": "veth0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
+    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     second = subprocess.Popen(
         ["ip", "netns", "exec", hosts[1], "unshare", "-um", "sh", "-c", f"hostname node-b && {shell}"],
         cwd=tmp_path,
-        env={**os.environ, **place},
+        env={**os.environ, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

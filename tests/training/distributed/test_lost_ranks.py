@@ -50,13 +50,13 @@ except ProjectError as error:
 def _start(
     odd: dict[str, Any], odd_rank: int, world: int, *words: str, script: str = RANK, **environ: str
 ) -> list[subprocess.Popen[str]]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port(100, 29700)), "WORLD_SIZE": str(world)}
-    place |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPT_PROCESS_GROUP_TIMEOUT_S": "5", **environ}
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port(100, 29700)), "WORLD_SIZE": str(world)}
+    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPT_PROCESS_GROUP_TIMEOUT_S": "5", **environ}
     command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(odd), str(odd_rank), *words]
     return [
         subprocess.Popen(
             command,
-            env={**os.environ, **place, "RANK": str(rank)},
+            env={**os.environ, **variables, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -23,8 +23,14 @@ from common import rank_states
 from common.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parents[3]
-WORDS = ("trainer.max_steps=15", "trainer.val_check_interval=15", "trainer.log_every_n_steps=1")
-WORDS += ("log.ckpt.every_n_train_steps=5", "log.ckpt.keep_last=3", "optim.lr_scheduler.warmup_steps=5")
+WORDS = (
+    "trainer.max_steps=15",
+    "trainer.val_check_interval=15",
+    "trainer.log_every_n_steps=1",
+    "log.ckpt.every_n_train_steps=5",
+    "log.ckpt.keep_last=3",
+    "optim.lr_scheduler.warmup_steps=5",
+)
 TOLERANCE = 2e-5
 SHAPES = {
     "tp": ("trainer.strategy.tensor_model_parallel_size=2",),

@@ -1,0 +1,48 @@
+"""Step lines and metrics: short enough for a terminal, with the memory that the process holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common import logs
+from training import progress
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.9, "59s"), (60, "1m00s"), (725, "12m05s"), (3600, "1h00m"), (11535, "3h12m"), (183600, "2d03h")],
+)
+def test_short_duration(seconds: float, text: str) -> None:
+    assert progress.short_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0"), (8123.4, "8,123"), (99_999, "99,999"), (269_123, "269.1k"), (1_234_567, "1.23M")]
+)
+def test_short_count(count: float, text: str) -> None:
+    assert progress.short_count(count) == text
+
+
+def test_a_step_line_fits_100_columns(caplog: pytest.LogCaptureFixture) -> None:
+    """A long run on many GPUs, as the console shows it: date, time and level before the message."""
+    row: dict[str, Any] = {"step": 99_999, "loss": 12.3456, "lr": 1.234e-4, "tokens_per_second": 1_234_567.8}
+    trainer = types.SimpleNamespace(max_steps=100_000)
+    with caplog.at_level("INFO", logger="launch"):
+        progress.Progress()._log(trainer, {**row, "step_seconds": 360_000.0})
+    line = logging.Formatter(logs.CONSOLE_FORMAT, logs.CONSOLE_TIME).format(caplog.records[0])
+    assert line.endswith("step 99999/100000 | loss 12.3456 | lr 1.23e-04 | 1.23M tokens/s | ETA 4d04h")
+    assert len(line) <= 100
+
+
+def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
+    """Against the kernel's own count of resident pages."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    expected = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    assert progress.memory_gib(torch.device("cpu")) == pytest.approx(expected, rel=0.05)
