@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common.environment import vccl
 from common.environment.sets import TIMEOUT_KEY
 from common.errors import PreflightError
-from common.rundir import code_version
+from common.version import code_version
 from training.distributed.lost_ranks import Peer, set_collective_timeout, start_server, watch_peers
 
 log = logging.getLogger("launch")
