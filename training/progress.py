@@ -85,7 +85,7 @@ class Progress(pl.Callback):
         }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._num_domains = max(1, len(trainer.datamodule.trained))
+        self._num_domains = max(1, len(trainer.datamodule.trained_domains))
         parameters = count_parameters(trainer.strategy.model)
         if trainer.is_global_zero:
             own = sum(p.numel() for p in trainer.strategy.model.parameters())
@@ -154,7 +154,7 @@ class Progress(pl.Callback):
             "step_seconds": seconds / max(1, step - last_step),
             "tokens_per_second": (tokens - last_tokens) / seconds,
             "unmasked_tokens": tokens,
-            "consumed_tokens": {data.trained[i]: n for i, n in sorted(count["by_domain"].items())},
+            "consumed_tokens": {data.trained_domains[i]: n for i, n in sorted(count["by_domain"].items())},
             "consumed_samples": step * data.global_batch_size,
             "memory_gib": memory_gib(trainer.strategy.root_device),
             "time": time.time(),

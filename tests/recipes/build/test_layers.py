@@ -57,8 +57,8 @@ def test_sdpa_equals_megatrons_attention(
     assert gradients < 1e-5
 
 
-def test_the_cpu_backend_puts_everything_back() -> None:
-    rows = cpu._swaps()
+def test_emulate_cuda_restores_every_name() -> None:
+    rows = cpu._replacements()
     before = [(owner, name, getattr(owner, name, None)) for owner, name, _ in rows]
     with pytest.raises(RuntimeError, match="inside"), cpu.emulate_cuda():
         assert torch.zeros(1, device="cuda").device.type == "cpu"
