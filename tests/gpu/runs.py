@@ -28,10 +28,10 @@ def train(folder: Path, name: str, *words: str, saved: int, last: int) -> tuple[
     return {row["step"]: row for row in map(json.loads, rows) if "loss" in row}, done.stdout + done.stderr
 
 
-def without_its_end(folder: Path, one: str, name: str, last: int) -> Path:
-    """A copy of run `one` that ends before the checkpoint of step `last`, to be resumed; returns its folder."""
+def copy_without_end(folder: Path, original: str, name: str, last: int) -> Path:
+    """Copy a run without the checkpoint of step `last`, so that it can be resumed; returns the copy's folder."""
     copy = folder / "runs" / name
-    shutil.copytree(folder / "runs" / one, copy)
+    shutil.copytree(folder / "runs" / original, copy)
     shutil.rmtree(copy / f"checkpoints/step-{last}")
     (copy / "metrics.jsonl").unlink()
     return copy

@@ -1,4 +1,4 @@
-"""The fast path on a real GPU: its kernels against float64, its losses against the plain path's.
+"""The speed levers on a real GPU: kernels against float64, losses against those of the path without levers.
 
 pytest tests/gpu     (a prepared corpus in corpora/mine for the run)
 """

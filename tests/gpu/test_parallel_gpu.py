@@ -1,9 +1,9 @@
-"""Several GPUs train what one GPU trains, whatever they share out, with the levers that each layout allows.
+"""Several GPUs train as one GPU does, in every layout, with the levers that the layout allows.
 
 pytest tests/gpu     (two GPUs, four for the last layout; a prepared corpus in corpora/mine)
 
-Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 5; from there each layout goes on (which also shows
-that a checkpoint of the distributed optimizer can be cut anew). bf16: loss within 5e-4 and gradient norm within 0.2% in
+Qwen2.5-0.5B's layers, tied, eight of them. One GPU saves at step 5; each layout continues from there (which also shows
+that the distributed optimizer's checkpoint can be split again). bf16: loss within 5e-4 and gradient norm within 0.2% in
 each step (measured: 1.5e-4 and 0.03%). The learning rate is low: at the recipe's own, rounding differences of the first
 steps grow to 2% of the norm in five.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import ROOT, Row, train, without_its_end
+from tests.gpu.runs import ROOT, Row, copy_without_end, train
 
 SAVED, LAST = 5, 10
 TP = ("trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=True")
@@ -46,39 +46,39 @@ def run(folder: Path, name: str, *words: str) -> dict[int, Row]:
     return train(folder, name, "--recipe", "qwen25_500m_dual", *size, *words, saved=SAVED, last=LAST)[0]
 
 
-def alike(found: dict[int, Row], one: dict[int, Row], first: int) -> None:
+def assert_same_training(found: dict[int, Row], expected: dict[int, Row], first: int) -> None:
     assert min(found) == first
     for step in sorted(found):
-        a, b = found[step], one[step]
+        a, b = found[step], expected[step]
         print(step, b["loss"], a["loss"] - b["loss"], b["grad_norm"], a["grad_norm"] / b["grad_norm"])
     for step in range(first, LAST + 1):
-        assert found[step]["loss"] == pytest.approx(one[step]["loss"], abs=5e-4), step
-        assert found[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=2e-3), step
-    assert found[LAST]["unmasked_tokens"] == one[LAST]["unmasked_tokens"]
+        assert found[step]["loss"] == pytest.approx(expected[step]["loss"], abs=5e-4), step
+        assert found[step]["grad_norm"] == pytest.approx(expected[step]["grad_norm"], rel=2e-3), step
+    assert found[LAST]["unmasked_tokens"] == expected[LAST]["unmasked_tokens"]
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
+def single_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
     """One GPU, 10 steps, checkpoints at 5 and 10: runs/one."""
     folder = tmp_path_factory.mktemp("parallel")
     return folder, run(folder, "one", "trainer.devices=1")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_goes_on_where_one_gpu_was(layout: str, one: tuple[Path, dict[int, Row]]) -> None:
+def test_continues_the_run_of_one_gpu(layout: str, single_gpu: tuple[Path, dict[int, Row]]) -> None:
     devices, words = LAYOUTS[layout]
     if torch.cuda.device_count() < devices:
         pytest.skip(f"fewer than {devices} CUDA devices")
     if "tp2" in layout and importlib.util.find_spec("transformer_engine") is None:
         pytest.skip("sequence parallel needs Transformer Engine")
-    folder, whole = one
-    copy = without_its_end(folder, "one", layout, LAST)
+    folder, expected = single_gpu
+    copy = copy_without_end(folder, "one", layout, LAST)
     found = run(folder, layout, "--resume", f"trainer.devices={devices}", *words)
     shutil.rmtree(copy)  # 7 GB
-    alike(found, whole, SAVED + 1)
+    assert_same_training(found, expected, SAVED + 1)
 
 
-def test_gloo_from_scratch(one: tuple[Path, dict[int, Row]]) -> None:
+def test_gloo_from_scratch(single_gpu: tuple[Path, dict[int, Row]]) -> None:
     """Without the distributed optimizer, whose checkpoint has another form: from the first step on."""
-    folder, whole = one
-    alike(run(folder, "gloo", "--env", "dual+gloo"), whole, 1)
+    folder, expected = single_gpu
+    assert_same_training(run(folder, "gloo", "--env", "dual+gloo"), expected, 1)

@@ -1,4 +1,4 @@
-"""A run on a GPU that is resumed goes on where the whole one was, with every lever on.
+"""A resumed run on a GPU trains as an uninterrupted one does, with every lever on.
 
 pytest tests/gpu     (a prepared corpus in corpora/mine)
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import ROOT, train, without_its_end
+from tests.gpu.runs import ROOT, copy_without_end, train
 
 SAVED, LAST = 40, 60
 
@@ -31,14 +31,14 @@ def losses(folder: Path, name: str, *words: str) -> dict[int, float]:
 def test_resume_with_the_levers_on(tmp_path: Path) -> None:
     """The five steps after the checkpoint, within 2e-3: weights, moments, step count and data order are restored.
 
-    Later steps amplify what atomics in the backward pass round differently, as two whole runs do.
+    Later steps amplify what atomics in the backward pass round differently, as they do in two uninterrupted runs.
     """
-    whole = losses(tmp_path, "whole")
-    without_its_end(tmp_path, "whole", "resumed", LAST)
+    uninterrupted = losses(tmp_path, "uninterrupted")
+    copy_without_end(tmp_path, "uninterrupted", "resumed", LAST)
     resumed = losses(tmp_path, "resumed", "--resume")
     assert min(resumed) == SAVED + 1
     again = losses(tmp_path, "again")
     for step in range(SAVED + 1, LAST + 1):
-        print(step, whole[step], resumed[step] - whole[step], again[step] - whole[step])
+        print(step, uninterrupted[step], resumed[step] - uninterrupted[step], again[step] - uninterrupted[step])
     for step in range(SAVED + 1, SAVED + 6):
-        assert resumed[step] == pytest.approx(whole[step], abs=2e-3), step
+        assert resumed[step] == pytest.approx(uninterrupted[step], abs=2e-3), step

@@ -1,6 +1,6 @@
-"""SIGKILL at random moments, many of them inside a save: every resume works, the end is bit-identical.
+"""SIGKILL at random moments, half of them during a save: every resume works, and the end is bit-identical.
 
-`KILLS=20 pytest tests/training/test_kill.py` for the full exercise; the suite does a few.
+`KILLS=20 pytest tests/training/test_kill.py` is the full exercise; by default there are a few kills.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def _kill_once(sample: Path, folder: Path, in_save: bool, rng: random.Random) ->
 
 def test_kills(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
     rng = random.Random(7)
-    (tmp_path / "whole").mkdir()
+    (tmp_path / "uninterrupted").mkdir()
     killed = tmp_path / "killed"
     killed.mkdir()
-    whole_rows = forked(train, sample, *WORDS, cwd=tmp_path / "whole")
+    expected_rows = forked(train, sample, *WORDS, cwd=tmp_path / "uninterrupted")
     during = sum(_kill_once(sample, killed, in_save=index % 2 == 0, rng=rng) for index in range(KILLS))
     rows = forked(lambda: train(sample, *WORDS, resume=True), cwd=killed)
     print(f"{KILLS} kills, {during} of them during a save")
@@ -91,8 +91,8 @@ def test_kills(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None
         f"step-{STEPS}",
     ]
     last = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    assert last == {row["step"]: row["loss"] for row in whole_rows if "loss" in row}
-    left = forked(_weights, tmp_path / "whole/runs/run/checkpoints" / f"step-{STEPS}")
-    right = forked(_weights, killed / "runs/run/checkpoints" / f"step-{STEPS}")
-    assert any("exp_avg" in name for name in left)
-    assert left == right
+    assert last == {row["step"]: row["loss"] for row in expected_rows if "loss" in row}
+    expected = forked(_weights, tmp_path / "uninterrupted/runs/run/checkpoints" / f"step-{STEPS}")
+    found = forked(_weights, killed / "runs/run/checkpoints" / f"step-{STEPS}")
+    assert any("exp_avg" in name for name in expected)
+    assert found == expected

@@ -97,15 +97,15 @@ def _parameters() -> dict[str, Any]:
 
 
 def test_stock_reshapes_and_ours_does_not(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    """NeMo's cosine: a resume with larger max_steps is at the minimum at once, a whole run of that length is not."""
-    for name in ("whole", "parts", "decoupled"):
+    """NeMo's cosine: a resume with larger max_steps starts at the minimum, an uninterrupted run does not."""
+    for name in ("uninterrupted", "resumed", "decoupled"):
         (tmp_path / name).mkdir()
-    whole = [lrs[0] for _, lrs in forked(_train, sample, None, 14, cwd=tmp_path / "whole")]
-    first = [lrs[0] for _, lrs in forked(_train, sample, None, 8, cwd=tmp_path / "parts")]
-    parts = [lrs[0] for _, lrs in forked(_train, sample, None, 14, True, cwd=tmp_path / "parts")]
-    assert first[4:8] != pytest.approx(whole[4:8])  # trainer.max_steps shapes the past
-    assert parts[9:] == pytest.approx([1e-4] * 5)  # and the resumed run has no decay left
-    assert whole[9] > 5e-4
+    uninterrupted = [lrs[0] for _, lrs in forked(_train, sample, None, 14, cwd=tmp_path / "uninterrupted")]
+    first = [lrs[0] for _, lrs in forked(_train, sample, None, 8, cwd=tmp_path / "resumed")]
+    resumed = [lrs[0] for _, lrs in forked(_train, sample, None, 14, True, cwd=tmp_path / "resumed")]
+    assert first[4:8] != pytest.approx(uninterrupted[4:8])  # trainer.max_steps changes the steps already done
+    assert resumed[9:] == pytest.approx([1e-4] * 5)  # and the resumed run has no decay left
+    assert uninterrupted[9] > 5e-4
     dropped = forked(_train, sample, None, 4, False, 4 * PEAK, cwd=tmp_path / "decoupled")
     assert len(set(dropped[3][1])) == 1  # three groups, one lr: decoupled_lr has no effect
 

@@ -1,4 +1,4 @@
-"""The main job, small: reproducible, learns, resumes exactly, stops cleanly."""
+"""A small training run is reproducible, learns, resumes exactly and stops cleanly."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ def _losses(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    """Same seed, same losses to the last bit; ten steps, a new process, ten more: the same again."""
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
+    """The same seed gives the same losses to the last bit, also when a new process resumes after ten steps."""
+    (tmp_path / "uninterrupted").mkdir()
+    (tmp_path / "resumed").mkdir()
     steps = (*SHORT, "log.ckpt.every_n_train_steps=10")
-    whole = forked(train, sample, *steps, "trainer.max_steps=20", cwd=tmp_path / "whole")
-    first = forked(train, sample, *steps, "trainer.max_steps=10", cwd=tmp_path / "parts")
-    both = forked(lambda: train(sample, *steps, "trainer.max_steps=20", resume=True), cwd=tmp_path / "parts")
-    assert len(_losses(whole)) == 20
-    assert _losses(first) == _losses(whole)[:10]
-    assert _losses(both) == _losses(whole)
-    assert both[-1]["unmasked_tokens"] == whole[-1]["unmasked_tokens"] == 20 * 4 * 256
-    assert all(0.1 < row["memory_gib"] < 100 for row in whole if "loss" in row)
-    assert [p.name for p in sorted((tmp_path / "parts/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
+    uninterrupted = forked(train, sample, *steps, "trainer.max_steps=20", cwd=tmp_path / "uninterrupted")
+    first = forked(train, sample, *steps, "trainer.max_steps=10", cwd=tmp_path / "resumed")
+    resumed = forked(lambda: train(sample, *steps, "trainer.max_steps=20", resume=True), cwd=tmp_path / "resumed")
+    assert len(_losses(uninterrupted)) == 20
+    assert _losses(first) == _losses(uninterrupted)[:10]
+    assert _losses(resumed) == _losses(uninterrupted)
+    assert resumed[-1]["unmasked_tokens"] == uninterrupted[-1]["unmasked_tokens"] == 20 * 4 * 256
+    assert all(0.1 < row["memory_gib"] < 100 for row in uninterrupted if "loss" in row)
+    assert [p.name for p in sorted((tmp_path / "resumed/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
 
 
 def test_losses_are_the_recorded_ones(sample: Path, forked: Callable[..., Any]) -> None:
-    """A refactor must not move the losses. The sample corpus is this Python's own texts: records go by its hash."""
+    """A refactor must not change the losses. They are recorded by the corpus's hash, as each Python has other texts."""
     found = _losses(forked(train, sample, *SHORT, "trainer.max_steps=10"))
     corpus = load_manifest(sample / "prose").splits["train"].bin_sha256[:16]
     record = json.loads(GOLDEN.read_text())
@@ -61,8 +61,8 @@ def test_it_learns(sample: Path, forked: Callable[..., Any]) -> None:
     assert sum(losses[-20:]) / 20 < losses[0] - 2.0
 
 
-def test_ctrl_c_saves_and_says_how_to_resume(sample: Path, tmp_path: Path) -> None:
-    """A real process, a real SIGINT, exit code 130, and the command it prints works."""
+def test_ctrl_c_saves_and_prints_the_command_to_resume(sample: Path, tmp_path: Path) -> None:
+    """A real process and a real SIGINT: exit code 130, and the printed command resumes."""
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "stopped"]
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={tmp_path / 'cache'}"]
     run = subprocess.Popen(

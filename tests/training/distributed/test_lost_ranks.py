@@ -1,4 +1,4 @@
-"""Real ranks on Gloo (torch only): those that are not alike are named; a lost or stuck one too."""
+"""Real ranks on Gloo (torch only): a rank that differs, is lost or is stuck is named."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _start(
     ]
 
 
-def _said(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+def _outputs(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     try:
         return [(rank.returncode, text) for rank in ranks for text in [rank.communicate(timeout=60)[0]]]
     finally:
@@ -73,8 +73,8 @@ def _said(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
             rank.kill()
 
 
-def test_alike_ranks_go_on() -> None:
-    for code, text in _said(_start({}, 0, 2)):
+def test_equal_ranks_train() -> None:
+    for code, text in _outputs(_start({}, 0, 2)):
         assert (code, "done" in text) == (0, True), text
 
 
@@ -88,8 +88,8 @@ def test_alike_ranks_go_on() -> None:
         ({"clock": -3600.0}, "clocks of the ranks disagree"),
     ],
 )
-def test_the_odd_one_of_three_is_named_by_all(odd: dict[str, Any], words: str) -> None:
-    for code, text in _said(_start(odd, 1, 3)):
+def test_all_three_ranks_name_the_one_that_differs(odd: dict[str, Any], words: str) -> None:
+    for code, text in _outputs(_start(odd, 1, 3)):
         assert code == 3, text
         assert words in text
         assert "rank 1 on " in text and "rank 2 on" not in text and "rank 0 on" not in text
@@ -100,7 +100,7 @@ def test_the_odd_one_of_three_is_named_by_all(odd: dict[str, Any], words: str) -
     [(signal.SIGKILL, "its process is gone"), (signal.SIGSTOP, "its process is stuck")],
 )
 def test_a_lost_rank_is_named_within_the_timeout(kill: signal.Signals, words: str) -> None:
-    """Megatron's groups come with 30 minutes of their own: the environment's five seconds hold for them too."""
+    """Megatron sets 30 minutes for its groups: the environment's five seconds replace them."""
     ranks = _start({}, 0, 2, "long")
     assert ranks[0].stdout and "alike" in ranks[0].stdout.readline()
     time.sleep(1)
@@ -114,8 +114,8 @@ def test_a_lost_rank_is_named_within_the_timeout(kill: signal.Signals, words: st
     assert "lost rank 1 on " in text and words in text
 
 
-def test_where_no_exception_comes_the_watch_ends_the_rank() -> None:
-    """NCCL's waits raise nothing: the main thread stands still, the other rank is gone."""
+def test_the_watch_ends_a_rank_that_gets_no_exception() -> None:
+    """With NCCL a lost rank raises no exception: the main thread waits for ever."""
     quiet = RANK.replace(
         "for step in range", "dist.get_backend = lambda: 'nccl'; time.sleep(600)\n        for step in range"
     )
@@ -128,5 +128,5 @@ def test_where_no_exception_comes_the_watch_ends_the_rank() -> None:
 
 def test_a_wrong_vccl_is_refused_at_the_start() -> None:
     wanted = {"VCCL_LIBRARY": "/opt/vccl/lib/libnccl.so.2", "LD_PRELOAD": "/opt/vccl/lib/libnccl.so.2"}
-    for code, text in _said(_start({}, 0, 1, **wanted)):
+    for code, text in _outputs(_start({}, 0, 1, **wanted)):
         assert code == 3 and "VCCL is not loaded in this rank" in text, text

@@ -79,6 +79,13 @@ def test_several_nodes_need_the_address_of_rank_0() -> None:
         read_rank({}, devices=2)
 
 
+def test_the_local_rank_follows_from_the_ranks_per_node() -> None:
+    """Where the launcher gives rank and world size only."""
+    found = [read_rank({"RANK": str(rank), "WORLD_SIZE": "6"}, devices=3) for rank in range(6)]
+    assert [info.local_rank for info in found] == [0, 1, 2, 0, 1, 2]
+    assert {info.local_world_size for info in found} == {3}
+
+
 def test_restarts_of_a_job_are_counted() -> None:
     assert read_rank({**SRUN, "SLURM_RESTART_COUNT": "2"}, devices=2).restarts == 2
 
@@ -91,7 +98,7 @@ def test_clear_removes_every_launchers_variables() -> None:
     assert clear_rank_variables(own) == [] and own == {"MASTER_ADDR": "127.0.0.1"}
 
 
-def test_free_port_searches_ten() -> None:
+def test_find_free_port_tries_several() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()

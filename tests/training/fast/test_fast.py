@@ -1,4 +1,4 @@
-"""The fast path computes what the plain path computes, and every lever is seen at work."""
+"""Every speed lever takes effect, and computes what the path without it computes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _counted(sample: Path, spied: str, *words: str) -> tuple[list[dict[str, Any]
     return train(sample, *words), calls[0]
 
 
-# lever -> what must be called, and how often a step at least (4 layers, 2 micro batches)
+# lever -> the function that must be called, and how often per step at least (4 layers, 2 micro batches)
 LEVERS = {
     "speed.sync_free_loss=True": ("training.fast.loss:SyncFreeLossReduction.reduce", 1),
     "speed.fused_lm_head=True": ("training.fast.lm_head:linear_cross_entropy", 2),
@@ -76,7 +76,7 @@ def _logged(sample: Path, late: bool) -> tuple[list[dict[str, Any]], dict[str, l
     """metrics.jsonl and TensorBoard's (step, value) of each name, of a short run that logs every second step.
 
     Args:
-        late: the device is never done with a number when it is asked for.
+        late: no number is ever ready when it is asked for.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -92,7 +92,7 @@ def _logged(sample: Path, late: bool) -> tuple[list[dict[str, Any]], dict[str, l
 
 
 def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    """No line is lost, none has another step's numbers: in metrics.jsonl and in TensorBoard."""
+    """No line is lost and none has another step's numbers, in metrics.jsonl and in TensorBoard."""
     found = []
     for late in (False, True):
         (tmp_path / str(late)).mkdir()
@@ -110,11 +110,11 @@ def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..
 
 
 def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Late, a vote counts in the step after it, on every rank; at the end of the run at once."""
+    """A delayed request stops every rank one step later; in the last step it is read without delay."""
     from training.interrupt import StopOnInterrupt
 
     other_rank = 0
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, group: votes.add_(other_rank))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda requests, group: requests.add_(other_rank))
     stop = StopOnInterrupt()
     assert not stop._any_rank_requests_stop(delayed=True)
     other_rank = 1
@@ -124,12 +124,12 @@ def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
-    """A run through the graph's schedule, with a capture that computes its micro batch anew at each replay."""
+    """A run through the graph's schedule, with a capture that computes its micro batch again at each replay."""
     from training.fast import graph
 
     replays = [0]
 
-    class Anew:
+    class ComputedAgain:
         def __init__(self, compute: Callable[[], Any]) -> None:
             self.compute = compute
 
@@ -138,12 +138,14 @@ def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
             return self.compute()
 
     graph.GraphedSchedule.find_problem = staticmethod(lambda *_: None)  # type: ignore[assignment]
-    graph.GraphedSchedule._capture = lambda self, compute, model: Anew(compute)  # type: ignore[assignment, return-value]
+    graph.GraphedSchedule._capture = lambda self, compute, model: ComputedAgain(compute)  # type: ignore[assignment, return-value]
     return train(sample, *words, "speed.cuda_graph=True"), replays[0]
 
 
-def test_the_schedule_around_the_graph(sample: Path, forked: Callable[..., Any], plain: list[float]) -> None:
-    """Batches, gradients over micro batches, losses: as Megatron's schedule (tests/gpu has the real graph)."""
+def test_the_graphs_schedule_trains_as_megatrons_does(
+    sample: Path, forked: Callable[..., Any], plain: list[float]
+) -> None:
+    """The same batches, gradients over micro batches and losses (tests/gpu has the real graph)."""
     rows, replays = forked(_replayed, sample, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
     assert replays == 2 * STEPS
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
