@@ -15,7 +15,7 @@ from launcher import batch_size, rank_main
 from recipes import memory, registry
 from recipes.plan import Plan
 from recipes.resolve import resolve
-from training.distributed.rank_env import Place
+from training.distributed.rank_env import RankInfo
 
 
 def _plan(name: str, groups: int | None = None, **changes: Any) -> Plan:
@@ -157,7 +157,7 @@ def test_a_run_that_trains_elsewhere_is_fitted_there(monkeypatch: pytest.MonkeyP
     run.path.mkdir()
     run.spec_file.write_text(spec.to_json())
     monkeypatch.setattr(batch_size, "gpus_of_this_machine", lambda plan: batch_size.Gpus(24.0))
-    other, first = Place(rank=1, world_size=2, local_rank=1), Place(world_size=2)
+    other, first = RankInfo(rank=1, world_size=2, local_rank=1), RankInfo(world_size=2)
     assert rank_main._fit_batch(resolved, run, other).spec.overrides == known.overrides
     assert run.spec() == spec
     assert rank_main._fit_batch(resolved, run, first).plan == resolve(known).plan
