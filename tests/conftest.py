@@ -1,22 +1,63 @@
-"""Shared by all tests: a prepared corpus, and a way to serve many NeMo runs from one import."""
+"""Shared by all tests: a prepared corpus, and NeMo imported once for all the runs of a session."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import fork_server
+
 ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would all it starts
 os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+
+_SERVING = pytest.StashKey[ExitStack]()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file that is all about NeMo imports it: it is not read when `-m` leaves NeMo out."""
+    if "not nemo" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return bool(re.search(r"^pytestmark = \[?\s*pytest\.mark\.nemo", collection_path.read_text(), re.M)) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the fork server before the workers of pytest-xdist, which are forks too."""
+    config.stash[_SERVING] = ExitStack()
+    if config.getoption("numprocesses", 0) and "not nemo" not in config.option.markexpr:
+        config.stash[_SERVING].enter_context(fork_server.serving())
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start it for the processes of the tests that need NeMo."""
+    if any(item.get_closest_marker("nemo") for item in session.items) and not session.config.option.collectonly:
+        session.config.stash[_SERVING].enter_context(fork_server.serving())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_SERVING].close()
+
+
+@pytest.fixture(autouse=True)
+def _marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that imports NeMo or torch says so: the others are run while somebody waits for them."""
+    before = {"nemo", "torch"} & set(sys.modules)
+    yield
+    if request.node.get_closest_marker("nemo") is None and {"nemo", "torch"} & set(sys.modules) - before:
+        pytest.fail("this test imports NeMo or torch: mark it with pytest.mark.nemo")
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +65,10 @@ def sample() -> Path:
     """The embedded sample corpus, built once and kept (as `make demo` keeps it)."""
     from data.sample import build_sample
 
-    build_sample(ROOT / "corpora" / "sample")
+    (ROOT / "corpora").mkdir(exist_ok=True)
+    with (ROOT / "corpora" / "lock").open("w") as lock:  # workers of pytest-xdist wait for the first
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_sample(ROOT / "corpora" / "sample")
     return ROOT / "corpora" / "sample"
 
 
@@ -71,7 +115,13 @@ def call_in_fork(function: Callable[..., Any], *args: Any, cwd: Path, **kwargs: 
     return result
 
 
+@pytest.fixture(scope="session")
+def nemo() -> None:
+    """NeMo is imported in this process, so that its forks have it."""
+    import nemo.collections.llm  # noqa: F401
+
+
 @pytest.fixture
-def forked(tmp_path: Path) -> Callable[..., Any]:
+def forked(nemo: None, tmp_path: Path) -> Callable[..., Any]:
     """`forked(function, *args)`: `call_in_fork` in a fresh folder."""
     return functools.partial(call_in_fork, cwd=tmp_path)

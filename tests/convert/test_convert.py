@@ -21,6 +21,8 @@ from convert.nemo import PREFIX, NeMoCheckpoint
 from convert.tensor_map import Architecture, Kind
 from convert.verify import Verification, summarize, verify
 
+pytestmark = pytest.mark.nemo
+
 ROOT = Path(__file__).resolve().parents[2]
 TIED: dict[str, Any] = {"tied": True, "heads": 4, "groups": 2, "hidden": 64}
 SHAPES: dict[str, dict[str, Any]] = {

@@ -237,6 +237,7 @@ def helpers() -> Any:
     return pytest.importorskip("megatron.core.datasets.helpers")
 
 
+@pytest.mark.nemo
 @given(weights=st.lists(st.floats(1e-4, 1e4), min_size=1, max_size=20), n=st.integers(0, 3000))
 @example(weights=[0.75, 0.25], n=4000)
 @example(weights=[1.0, 1.0, 1.0], n=1000)  # ties

@@ -18,6 +18,8 @@ from doctor.checks import SUPPORTED, TRANSFORMER_ENGINE
 from doctor.transport_check import check_transport, import_torch
 from doctor.transports import STEPS, Transport, list_transports
 
+pytestmark = pytest.mark.nemo
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCTOR = f"{sys.executable} {ROOT / 'launch.py'} doctor --json"
 namespaces = pytest.mark.skipif(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytestmark = [
+    pytest.mark.nemo,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]

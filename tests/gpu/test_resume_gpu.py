@@ -15,6 +15,7 @@ from tests.gpu.runs import ROOT, copy_without_end, train
 SAVED, LAST = 40, 60
 
 pytestmark = [
+    pytest.mark.nemo,
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.skipif(not (ROOT / "corpora/mine").is_dir(), reason="no corpus in corpora/mine"),

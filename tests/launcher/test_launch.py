@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.training.conftest import SHORT, train
+
+pytestmark = pytest.mark.nemo
 
 
 def _count_parsed_words(sample: Path) -> list[str]:

@@ -20,6 +20,8 @@ from launcher import build
 from recipes import overrides, profiles, registry
 from recipes.resolve import resolve
 
+pytestmark = pytest.mark.nemo
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests" / "goldens" / "config"
 

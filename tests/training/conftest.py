@@ -1,12 +1,10 @@
-"""Tiny real runs: NeMo is imported once here, each run is a fork."""
+"""Tiny real runs, each in a fork of the test process."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
-
-import nemo.collections.llm  # noqa: F401 - paid once, before the forks
 
 
 def train(

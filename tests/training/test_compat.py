@@ -14,6 +14,8 @@ import torch
 
 from tests.training.conftest import SHORT, train
 
+pytestmark = pytest.mark.nemo
+
 
 def _shard_size() -> int:
     from megatron.core.dist_checkpointing.exchange_utils import _shard_size

@@ -15,6 +15,8 @@ from common.rundir import RunDir
 from data.blend_math import count_planned_samples
 from tests.training.conftest import SHORT, train
 
+pytestmark = pytest.mark.nemo
+
 
 def _export() -> bool:
     from convert.export_run import export_run
@@ -42,7 +44,7 @@ def _continue(sample: Path, base: str, **kwargs: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def base(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(nemo: None, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model in HF form, pretrained for a few steps: its folder."""
     from tests.conftest import call_in_fork
 

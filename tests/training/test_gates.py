@@ -19,6 +19,8 @@ from data.module import WholeMaskGPTDataset
 from tests.training.conftest import SHORT, train
 from training import gates
 
+pytestmark = pytest.mark.nemo
+
 EOD, SEQ = 0, 128
 
 

@@ -15,10 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from common.rundir import RunDir
 from tests.training.conftest import SHORT, train
+
+pytestmark = pytest.mark.nemo
 
 KILLS = int(os.environ.get("KILLS", "4"))
 STEPS = 10 * (KILLS + 2)

@@ -12,6 +12,8 @@ import pytest
 
 from recipes.schedules import WSD, RewarmCosine
 
+pytestmark = pytest.mark.nemo
+
 COSINE = {"kind": "rewarm_cosine", "warmup_steps": 3, "min_lr": 1e-4, "decay_end": 10}
 PEAK = 2e-3  # of qwen25_tiny
 

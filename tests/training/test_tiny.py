@@ -18,6 +18,8 @@ import pytest
 from data.manifest import load_manifest
 from tests.training.conftest import SHORT, train
 
+pytestmark = pytest.mark.nemo
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "losses" / "qwen25_tiny.json"
 

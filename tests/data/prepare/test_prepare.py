@@ -16,6 +16,7 @@ from data.tokenizer import fingerprint, load_tokenizer
 from tests.data.corpora import FILES, contents, documents, make_texts, write_jsonl
 
 
+@pytest.mark.nemo
 def test_files_equal_what_megatrons_builder_writes(tmp_path: Path, ask: Any) -> None:
     import numpy as np
     import torch
@@ -53,6 +54,7 @@ def raw_documents(folder: Path, split: str, tokenizer: Any) -> list[str]:
     return found
 
 
+@pytest.mark.nemo
 def test_large_vocabularies_are_int32_as_megatrons_builder_writes(tmp_path: Path, ask: Any) -> None:
     import numpy as np
     import torch

@@ -17,6 +17,8 @@ import pytest
 
 from tests.launcher.executors import blended
 
+pytestmark = [pytest.mark.nemo, pytest.mark.daemons]
+
 ROOT = Path(__file__).resolve().parents[3]
 BASE = "nvcr.io/nvidia/nemo:25.04"
 BUILT = "qwen25-cpt:test"

@@ -99,6 +99,7 @@ def test_valid(nodes: int, accelerator: str, tmp_path: Path) -> None:
     assert ("nvidia.com/gpu" in limits) == (accelerator == "gpu")
 
 
+@pytest.mark.nemo
 def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
     """torchrun takes its place and meeting point from the manifest's PET_* variables (DNS replaced by loopback)."""
     ranks = _pod(_objects(2, tmp_path))["containers"][0]
@@ -249,6 +250,7 @@ def _play_pod(pod: dict[str, Any], files: dict[str, str], claim: Path, folder: P
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nemo
 def test_a_blend_that_only_the_claim_holds(api: Any, sample: Path, tmp_path: Path) -> None:
     """Submitted from a folder without corpora and base; checked, read and recorded in the pod."""
     claim, here = tmp_path / "claim", tmp_path / "here"

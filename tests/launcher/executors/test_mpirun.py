@@ -15,6 +15,8 @@ import pytest
 from common import rank_states
 from tests.training.distributed.test_parallel import ROOT, TOLERANCE, command, losses, rows
 
+pytestmark = [pytest.mark.nemo, pytest.mark.daemons]
+
 STEPS = ("trainer.max_steps=10",)
 MPIRUN = ("--executor", "mpirun", "--devices", "2")
 # variables of a Slurm task and of an MPI rank that is not the first

@@ -21,6 +21,8 @@ import yaml
 from tests.launcher.executors import blended
 from tests.launcher.executors.conftest import Slurm
 
+pytestmark = [pytest.mark.nemo, pytest.mark.daemons]
+
 ROOT = Path(__file__).resolve().parents[3]
 CLUSTER = """
 partition: low

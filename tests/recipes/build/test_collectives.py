@@ -12,6 +12,8 @@ from common.errors import UserError
 from recipes import overrides, registry
 from recipes.build import collectives
 
+pytestmark = pytest.mark.nemo
+
 
 def test_gloo_changes_what_it_cannot_carry() -> None:
     recipe = registry.resolve("qwen25_500m")()

@@ -14,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from recipes.build.layers import SDPACoreAttention
 from training import cpu
 
+pytestmark = pytest.mark.nemo
+
 
 def _both(heads: int, groups: int, document_mask: bool) -> tuple[float, float]:
     """Largest difference of outputs and of input gradients, fp32."""

@@ -28,9 +28,13 @@ def _possible() -> bool:
     return made
 
 
-pytestmark = pytest.mark.skipif(
-    not _possible(), reason="SKIPPED FOR LACK OF root, iproute2 or network namespaces: no link can be cut"
-)
+pytestmark = [
+    pytest.mark.nemo,
+    pytest.mark.daemons,
+    pytest.mark.skipif(
+        not _possible(), reason="SKIPPED FOR LACK OF root, iproute2 or network namespaces: no link can be cut"
+    ),
+]
 
 
 @pytest.fixture

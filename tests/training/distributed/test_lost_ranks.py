@@ -15,6 +15,8 @@ import pytest
 
 from training.distributed.rank_env import find_free_port
 
+pytestmark = pytest.mark.nemo
+
 ROOT = Path(__file__).resolve().parents[3]
 RANK = """
 import json, os, sys, time

@@ -21,6 +21,9 @@ import pytest
 
 from common import rank_states
 from common.rundir import RunDir
+from tests import fork_server
+
+pytestmark = pytest.mark.nemo
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = (
@@ -52,7 +55,7 @@ def command(sample: Path, name: str, *words: str) -> list[str]:
 
 def run(folder: Path, sample: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     bare = {key: os.environ[key] for key in ("HOME", "HF_HUB_OFFLINE") if key in os.environ}
-    environ = {**bare, "PATH": "/usr/bin:/bin"}  # no active virtual environment
+    environ = {**bare, "PATH": "/usr/bin:/bin", **fork_server.variables()}  # no active virtual environment
     return subprocess.run(command(sample, name, *words), cwd=folder, env=environ, capture_output=True, text=True)
 
 

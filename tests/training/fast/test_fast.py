@@ -13,6 +13,8 @@ import torch
 from common.errors import GateError
 from tests.training.conftest import SHORT, train
 
+pytestmark = pytest.mark.nemo
+
 STEPS = 50
 
 
@@ -64,7 +66,7 @@ def test_each_lever_trains_as_the_plain_path_does(
 
 
 @pytest.fixture(scope="module")
-def plain(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def plain(nemo: None, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     from tests.conftest import call_in_fork
 
     words = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
