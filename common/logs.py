@@ -93,7 +93,7 @@ def load_nemo() -> None:
 
     NeMo's logger prints to the console as soon as it exists, and shows Python's warnings as `[NeMo W ...]`. So its
     console handlers go before the rest of NeMo is imported. Its lines go to its own file in the run's log folder (it
-    adds that file when a run starts), and warnings to this project's log files.
+    adds that file when a run starts), and warnings and Lightning's lines to this project's log files.
     """
     if "nemo.collections.llm" not in sys.modules:
         log.info("loading NeMo (about 20 s)")
@@ -102,3 +102,8 @@ def load_nemo() -> None:
     nemo_logging.remove_stream_handlers()
     nemo_logging.captureWarnings(False)
     import nemo.collections.llm  # noqa: F401
+
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):  # "LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0]"
+        library = logging.getLogger(name)
+        library.handlers.clear()
+        library.propagate = True
