@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -21,7 +22,7 @@ from recipes.resolve import changes, continue_run, resolve
 GOLDEN = Path(__file__).resolve().parents[1] / "goldens" / "config" / "qwen25_tiny.yaml"
 
 
-def _changed(path: str, value: object) -> tuple[dict, dict]:
+def _changed(path: str, value: object) -> tuple[dict[str, Any], dict[str, Any]]:
     before = yaml.safe_load(GOLDEN.read_text())
     now = copy.deepcopy(before)
     owner = now
@@ -65,7 +66,7 @@ def test_unfinished_checkpoints_are_set_aside(tmp_path: Path) -> None:
     assert [p.name for p in run.whole_checkpoints()] == ["step-5"]
 
 
-def _plan(**changes: object) -> Plan:
+def _plan(**changes: Any) -> Plan:
     return dataclasses.replace(registry.resolve("qwen25_tiny").plan, **changes)
 
 

@@ -110,7 +110,7 @@ def test_the_launcher_asks_the_card(monkeypatch: pytest.MonkeyPatch, tmp_path: A
     gib = 2**30
     cards = tuple(machine_facts.Gpu(i, "card", n * gib, n * gib, str(i), 0) for i, n in enumerate((48, 24)))
     monkeypatch.setattr(machine_facts, "query_gpus", lambda: machine_facts.Gpus(cards, cards))
-    monkeypatch.setattr(batch_size.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
     run = RunDir("run", tmp_path)
     spec = RunSpec(recipe="qwen25_500m_dual")
     fitted = _fitted(spec, run)
@@ -130,7 +130,7 @@ def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, 
     """The same global batch; the user's own number stays; nothing is changed where no card can be asked."""
     gib = 2**30
     run = RunDir("run", tmp_path)
-    monkeypatch.setattr(batch_size.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: object())
 
     def fitted(name: str, card: int, *words: str) -> tuple[str, ...]:
         cards = (machine_facts.Gpu(0, "card", card * gib, card * gib, "0", 0),)

@@ -178,9 +178,9 @@ def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.Mo
     with_speed(multinode)
     assert not multinode.speed.cuda_graph
     assert multinode.trainer.strategy.ddp.overlap_grad_reduce
-    monkeypatch.setattr(graph.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for kind in ("pipeline_model", "tensor_model", "context"):
-        monkeypatch.setattr(graph.parallel_state, f"get_{kind}_parallel_world_size", lambda: 1)
+        monkeypatch.setattr(f"megatron.core.parallel_state.get_{kind}_parallel_world_size", lambda: 1)
     config = SimpleNamespace(cross_entropy_fusion_impl="native")
     for overlap in (False, True):
         problem = graph.GraphedSchedule.find_problem(config, SimpleNamespace(overlap_grad_reduce=overlap), True, True)
