@@ -25,6 +25,7 @@ DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 ENDED = (DONE, FAILED, INTERRUPTED)
 SILENT = "silent"  # of a run that has not ended and no longer writes its status
 HEARTBEAT_S = 5.0  # between two writes of a rank
+MOST_ERROR_TEXT = 2000  # characters
 SILENT_AFTER_S = 60.0  # without a write: more than an overloaded file system takes
 
 
@@ -49,7 +50,7 @@ class Ending:
         exit_code: the run's; 0, 130 after an interrupt, else of the first failing rank.
         rank, host: the rank that failed first, where it is known.
         signal: the signal that ended that rank, such as SIGKILL, where it is known.
-        error: what that rank said, whole.
+        error: the end of what that rank said; logs/attempt-N/rank-R.json has the whole text.
         cause: a name from watch/known_failures.py, or "" if the failure is unknown or was not diagnosed.
         summary: the cause in one line.
         advice: what to do.

@@ -61,7 +61,8 @@ class Heartbeat:
         with self._lock:
             self._ended.set()
             state = dataclasses.replace(state, phase=now.phase, step=now.step, step_time=now.step_time)
-            ending = Ending(exit_code=state.exit_code, rank=self.rank, host=state.host, error=state.error)
+            error = state.error[-run_status.MOST_ERROR_TEXT :]
+            ending = Ending(exit_code=state.exit_code, rank=self.rank, host=state.host, error=error)
             final = dataclasses.replace(now, phase=_PHASE_OF[state.state], ending=ending)
             self._write(state, final)
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.run_status import Ending
+from common.run_status import MOST_ERROR_TEXT, Ending
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Diagnosis:
             rank=self.rank,
             host=self.host,
             signal=self.signal,
-            error=self.error,
+            error=self.error[-MOST_ERROR_TEXT:],
             cause=self.cause if self.is_known else "",
             summary=self.summary,
             advice=self.advice,

@@ -9,7 +9,7 @@ import re
 from common.errors import UserError
 from recipes import memory
 from recipes.plan import Plan
-from watch.known_failures import Match
+from watch.known_failure import Match
 from watch.records import Records
 
 HIGH_RATE = 3e-3  # above this no recipe of this project trains

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_eta_and_silence() -> None:
 
 
 def test_a_run_that_is_starting_may_wait_in_a_queue() -> None:
-    gone = {"host": socket.gethostname(), "pid": 2**22 + 1, "updated": 0.0}
+    gone: dict[str, Any] = {"host": socket.gethostname(), "pid": 2**22 + 1, "updated": 0.0}
     assert RunStatus(executor="slurm", **gone).state(1e9) == run_status.STARTING
     assert RunStatus(executor="local", **gone).state(1e9) == run_status.SILENT
     assert RunStatus(executor="local", pid=os.getpid(), updated=0.0).state(1e9) == run_status.STARTING

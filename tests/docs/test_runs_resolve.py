@@ -11,17 +11,8 @@ from tests.docs.pages import commands
 
 pytestmark = pytest.mark.nemo
 
-OPTIONS = {
-    "--recipe",
-    "--executor",
-    "--env",
-    "--cluster",
-    "--name",
-    "--devices",
-    "--nodes",
-    "--memory-profile",
-    "--runs",
-}
+OPTIONS = {"--recipe", "--executor", "--env", "--cluster", "--name", "--runs", "--devices", "--nodes"}
+OPTIONS |= {"--profile", "--memory-profile", "--tokens", "--epochs"}
 PLACEHOLDERS = {"NAME", "qwen25_mine", "my_recipes.py:qwen25_mine"}
 
 
@@ -37,6 +28,7 @@ def _runs() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("page", "arguments"), _runs())
 def test_run_resolves(page: str, arguments: str) -> None:
     """The overrides exist in what would train, with these types: an unknown path would be an error."""
+    from common.quantities import parse_count
     from common.spec import RunSpec
     from recipes.overrides import apply_to_recipe
     from recipes.resolve import resolve
@@ -45,7 +37,10 @@ def test_run_resolves(page: str, arguments: str) -> None:
     ranks = {"--devices": "trainer.devices", "--nodes": "trainer.num_nodes"}
     overrides = [f"{path}={options[flag]}" for flag, path in ranks.items() if flag in options] + overrides
     spec: dict[str, Any] = {"recipe": options["--recipe"], "overrides": tuple(overrides)}
-    found = resolve(RunSpec(**spec, memory_profile=options.get("--memory-profile")))
+    spec |= {"profile": options.get("--profile"), "memory_profile": options.get("--memory-profile")}
+    if "--tokens" in options:
+        spec["tokens"] = parse_count(options["--tokens"], "--tokens")
+    found = resolve(RunSpec(**spec))
     lines = apply_to_recipe(found.recipe.build(found.plan), found.overrides, found.recipe.plan)
     assert len(lines) == len(overrides)
 

@@ -196,7 +196,7 @@ def test_the_kernel_log_of_another_time_or_machine_is_not_evidence(
     RankState(rank=0, step=39).write(run.attempt(1))  # on this host
     text = (LOGS / "host_oom.log").read_text().splitlines()[-1]
     for time, cause in ((START - 10, "killed"), (START + 30, "host_oom"), (START + 9000, "killed")):
-        monkeypatch.setattr("watch.diagnose.read_kernel_messages", lambda t=time: [KernelMessage(t, text)])
+        monkeypatch.setattr("watch.case.read_kernel_messages", lambda t=time: [KernelMessage(t, text)])
         assert diagnose(run, exit_code=1, now=START + 100).cause == cause
 
 

@@ -43,6 +43,12 @@ def beating(run: RunDir) -> Iterator[RunDir]:
     heartbeat._current = None
 
 
+def _status(run: RunDir) -> Any:
+    found = read_status(run.status)
+    assert found is not None
+    return found
+
+
 def _wait_for(condition: Any) -> None:
     for _ in range(100):
         if condition():
@@ -58,14 +64,14 @@ def test_rank_0_gathers_all_ranks(run: RunDir) -> None:
     one.record(step=12)
     zero.start()
     zero.record(phase=run_status.TRAINING, step=13, loss=2.5, step_seconds=0.5)
-    _wait_for(lambda: [beat.step for beat in read_status(run.status).ranks] == [13, 12])
-    found = read_status(run.status)
+    _wait_for(lambda: [beat.step for beat in _status(run).ranks] == [13, 12])
+    found = _status(run)
     assert (found.phase, found.step, found.loss, found.eta_seconds) == ("training", 13, 2.5, 43.5)
     zero.end(RankState(rank=0, state=rank_states.DONE))
     zero.record(step=14)
     time.sleep(0.1)  # the thread must not write a running state over the final one
     assert [(s.rank, s.state) for s in rank_states.read(run.attempt(1))] == [(0, "done"), (1, "running")]
-    assert read_status(run.status).phase == run_status.DONE
+    assert _status(run).phase == run_status.DONE
     one.end(RankState(rank=1, state=rank_states.DONE))
 
 
@@ -76,7 +82,7 @@ def test_the_newest_whole_checkpoint_is_named(run: RunDir) -> None:
         (weights / "metadata.json").write_text("{}")
     (run.checkpoints / "step-40-unfinished").write_text("")
     Heartbeat(run, 0, RunStatus()).start()
-    found = read_status(run.status)
+    found = _status(run)
     assert found.checkpoint == "step-20"
     assert 0 <= found.updated - found.checkpoint_time < 60
 
@@ -100,7 +106,7 @@ def test_a_full_disk_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixtur
         beat.start()
         time.sleep(0.2)
         beat.end(RankState(rank=0, state=rank_states.DONE))
-    assert [r.getMessage() for r in caplog.records if "No space left" in r.getMessage()].__len__() == 1
+    assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 1
 
 
 def test_recording_costs_a_step_nothing(beating: RunDir) -> None:
@@ -140,11 +146,11 @@ def _explain(run: RunDir, code: int) -> Ending:
 )
 def test_the_launcher_writes_start_and_end(run: RunDir, executor: str, wait: bool, code: int, phase: str) -> None:
     def submit(job: Any) -> int:
-        assert read_status(run.status).phase == run_status.STARTING
+        assert _status(run).phase == run_status.STARTING
         return code
 
     assert submit_and_record(submit, _job(run, executor, wait), _explain) == code
-    found = read_status(run.status)
+    found = _status(run)
     assert (found.phase, found.max_steps, found.executor) == (phase, 100, executor)
     if phase == "failed":
         assert (found.ending.rank, found.ending.cause, found.ending.advice) == (1, "cuda_oom", "smaller batch")
@@ -167,7 +173,7 @@ def test_an_explained_error_stays_itself(run: RunDir) -> None:
 
     with pytest.raises(UserError):
         submit_and_record(submit, _job(run), _explain)
-    ending = read_status(run.status).ending
+    ending = _status(run).ending
     assert (ending.summary, ending.advice, ending.exit_code) == ("no such image", "docker pull it", 2)
 
 

@@ -34,18 +34,18 @@ Make = Callable[..., RunDir]
 
 
 def _text(renderable: Any) -> str:
-    console = Console(file=io.StringIO(), width=110)
-    console.print(renderable)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    output = io.StringIO()
+    Console(file=output, width=110).print(renderable)
+    return output.getvalue()
 
 
 @pytest.fixture
 def running(make_run: Make) -> RunDir:
     """Two ranks in step 41 of 200, one of them a step behind, one GPU too hot."""
-    rates = {"loss": 3.1, "lr": 3e-4, "step_seconds": 0.4, "tokens_per_second": 5200.0}
+    rates: dict[str, Any] = {"loss": 3.1, "lr": 3e-4, "step_seconds": 0.4, "tokens_per_second": 5200.0}
     run = make_run(step=41, checkpoint="step-20", checkpoint_time=START + 10, **rates)
     for rank, step in ((0, 41), (1, 38)):
-        beat = {"host": "node-a", "phase": "training", "step": step, "step_time": START + 58}
+        beat: dict[str, Any] = {"host": "node-a", "phase": "training", "step": step, "step_time": START + 58}
         RankState(rank=rank, time=START + 59, **beat).write(run.attempt(1))
     rows = [json.loads(line) for line in (LOGS / "slow.metrics.jsonl").read_text().splitlines()]
     write_rows(run.metrics, [*rows[:-1], {"step": 40, "val_loss": 3.05, "validation": {}}])
