@@ -48,8 +48,8 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
     spec = resolved.spec
     attempt = folder.attempt(spec.attempt)
     logs.log_to_file(attempt, where.rank)
-    # where torch writes its flight recorder when a collective times out; watch/flight_recorder.py reads it
-    os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(attempt.absolute() / "nccl_trace_rank_"))
+    if "TORCH_NCCL_DUMP_ON_TIMEOUT" in os.environ:  # torch's flight recorder; watch/flight_recorder.py reads the files
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(attempt.absolute() / "nccl_trace_rank_"))
     with _last_word(folder, resolved, where):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
         if not trains_here:
