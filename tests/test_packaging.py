@@ -53,7 +53,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / "source" / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--wheel-dir", folder, folder / "source"], check=True)
+    subprocess.run([*command, "--wheel-dir", str(folder), str(folder / "source")], check=True)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -68,7 +68,8 @@ def test_every_light_module_imports_where_the_wheel_is_installed(wheel: Path, tm
     """In an environment that has the wheel and the third-party packages, of which torch and NeMo are locked away."""
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    command += ["--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(command, check=True)
     modules = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")

@@ -27,7 +27,7 @@ def serving() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="fork-server-") as folder:
         path = Path(folder) / "socket"
         with (Path(folder) / "log").open("w") as log:
-            command = [sys.executable, "-W", "ignore", FOLDER / "server.py", path]
+            command = [sys.executable, "-W", "ignore", str(FOLDER / "server.py"), str(path)]
             server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log)
         os.environ.update(found_by(path))
         try:

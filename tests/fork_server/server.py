@@ -20,7 +20,6 @@ import selectors
 import signal
 import socket
 import sys
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,8 +155,8 @@ def run(request: dict[str, Any]) -> None:
     sys.orig_argv = list(words)
     while words[1].startswith("-") and words[1] not in ("-m", "-c"):
         option = words.pop(1)
-        if option == "-W":
-            warnings.simplefilter(words.pop(1))  # type: ignore[arg-type]
+        if option in ("-W", "-X"):
+            words.pop(1)
         if option == "-u":
             sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
     kind = words[1] if words[1] in ("-m", "-c") else ""

@@ -12,21 +12,23 @@ import sys
 import time
 
 
-def _served(words):
+def _served(words: list[str]) -> bool:
     words = list(words[1:])
     while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
         words = words[2:] if words[0] in ("-W", "-X") else words[1:]
     if words[:1] == ["-m"]:
         return words[1] == "launcher.rank_main"
     if words[:1] == ["-c"]:
-        return words[1].startswith(("from multiprocessing.spawn ", "import sys;exec(eval(sys.stdin"))
+        return words[1].startswith(
+            ("from multiprocessing.spawn ", "from multiprocessing.forkserver ", "import sys;exec(eval(sys.stdin")
+        )
     name = words[0].rsplit("/", 1)[-1] if words else ""
     return name == "torchrun" or (name == "launch.py" and bool({"--recipe", "resume"} & set(words)))
 
 
-def _descriptors(connection):
+def _descriptors(connection: socket.socket) -> "dict[int | str, int]":
     """Open files by number, and the namespaces by name where they may be others than the server's."""
-    found = {}
+    found: dict[int | str, int] = {}
     for word in os.listdir("/proc/self/fd"):  # noqa: PTH208 - every process reads this file: pathlib is slow to import
         number = int(word)
         try:
@@ -40,7 +42,7 @@ def _descriptors(connection):
     return found
 
 
-def _connect(path):
+def _connect(path: str) -> socket.socket:
     """The server listens when it has imported everything."""
     end = time.monotonic() + 300
     while True:
@@ -54,7 +56,7 @@ def _connect(path):
             time.sleep(0.05)
 
 
-def _hand_over(path):
+def _hand_over(path: str) -> None:
     connection = _connect(path)
     every = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, every)
@@ -62,7 +64,7 @@ def _hand_over(path):
     umask = os.umask(0)
     request = {
         "command": sys.orig_argv,
-        "environ": {k: v for k, v in os.environ.items()},
+        "environ": dict(os.environ),
         "folder": os.getcwd(),  # noqa: PTH109
         "path": sys.path,
         "umask": umask,
