@@ -271,24 +271,26 @@ def monitor(
     interval: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 5.0,
     json: Annotated[bool, typer.Option("--json", help="One JSON object per look, for other programs.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once, print, and end.")] = False,
+    runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of the run directories.")] = "runs",
 ) -> None:
     """Show how a run goes: progress, loss, rates, GPUs, ranks, warnings."""
     from common.rundir import find_run
     from watch.monitor import monitor as show
     from watch.records import newest_run
 
-    show(find_run(run) if run else newest_run(), interval_s=interval, as_json=json, once=once)
+    show(find_run(run, Path(runs)) if run else newest_run(Path(runs)), interval_s=interval, as_json=json, once=once)
 
 
 @app.command(name="list", rich_help_panel=WATCH)
 def list_(
     run: Annotated[Optional[str], typer.Argument(metavar="[RUN]", help="Show the checkpoints of this run.")] = None,
+    runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of the run directories.")] = "runs",
 ) -> None:
     """List the runs, newest first, or the checkpoints of one run."""
     from common.rundir import find_run
     from watch.monitor import checkpoints_table, output_console, runs_table
 
-    output_console().print(checkpoints_table(find_run(run)) if run else runs_table())
+    output_console().print(checkpoints_table(find_run(run, Path(runs))) if run else runs_table(Path(runs)))
 
 
 @app.command(rich_help_panel=WATCH)
