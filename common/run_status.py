@@ -82,7 +82,7 @@ class RunStatus:
         step, max_steps: optimizer steps done, and in all.
         step_time: when the last step ended on rank 0; 0 before the first one.
         loss, lr, step_seconds, tokens_per_second: of the newest line of metrics.jsonl.
-        checkpoint, checkpoint_time: the newest whole checkpoint (its folder's name) and when it was written.
+        checkpoint, checkpoint_time: the newest complete checkpoint (its folder's name) and when it was written.
         ranks: one heartbeat per rank.
         ending: of an ended attempt.
     """

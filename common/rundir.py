@@ -89,7 +89,7 @@ class RunDir:
         """Something was trained here (a dry run leaves no attempt)."""
         return bool(self.attempts) or self.checkpoints.exists()
 
-    def whole_checkpoints(self) -> list[Path]:
+    def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to the end, oldest first."""
         found = [
             folder
@@ -105,9 +105,9 @@ class RunDir:
         Returns:
             the new folders, checkpoints/unfinished-step-N-after-attempt-K.
         """
-        whole, moved = set(self.whole_checkpoints()), []
+        complete, moved = set(self.complete_checkpoints()), []
         for folder in sorted(self.checkpoints.glob("step-*")):
-            if not folder.is_dir() or folder in whole:
+            if not folder.is_dir() or folder in complete:
                 continue
             target = folder.with_name(f"unfinished-{folder.name}-after-attempt-{len(self.attempts)}")
             folder.rename(target)
@@ -175,7 +175,7 @@ def find_checkpoint(source: str | Path, root: Path = RUNS) -> Path:
     if (Path(source) / "weights").is_dir():
         return Path(source)
     run = find_run(source, root)
-    if complete := run.whole_checkpoints():
+    if complete := run.complete_checkpoints():
         return complete[-1]
     raise UserError(
         f"no complete checkpoint in {run.path}",
@@ -210,11 +210,11 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
         raise UserError(
             f"{run.path} holds a run already",
             expected="a name that is not in use",
-            found=f"{len(run.attempts)} attempt(s), {len(run.whole_checkpoints())} checkpoint(s)",
+            found=f"{len(run.attempts)} attempt(s), {len(run.complete_checkpoints())} checkpoint(s)",
             do="--name ANOTHER for a new run, or "
             + (
                 f"`{launch_command('resume', name)}` to continue it"
-                if run.whole_checkpoints()
+                if run.complete_checkpoints()
                 else f"delete {run.path}: it has no checkpoint"
             ),
         )
@@ -239,10 +239,10 @@ def check_resumable(run: RunDir) -> None:
     Raises:
         UserError: it has none.
     """
-    if not run.whole_checkpoints():
+    if not run.complete_checkpoints():
         raise UserError(
             f"nothing to resume in {run.path}",
-            expected=f"a whole checkpoint under {run.checkpoints}",
+            expected=f"a complete checkpoint under {run.checkpoints}",
             found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
             do="name another run with --name, or start a new one without --resume",
         )

@@ -67,7 +67,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _same_shape(plan: Plan, base: str, found: Architecture) -> None:
-    """Megatron would fill a larger embedding with zeros, and say nothing of another RoPE base."""
+    """Megatron fills a larger embedding with zeros and does not compare the RoPE base, both without a warning."""
     wanted = replace(found, **asdict(plan.shape), norm_eps=1e-6, rope_theta=1e6)
     if different := wanted.differences(found):
         raise UserError(
@@ -79,7 +79,7 @@ def _same_shape(plan: Plan, base: str, found: Architecture) -> None:
 
 
 def _same_tokenizer(plan: Plan, base: str, checkpoint: Path) -> None:
-    """Ids of another tokenizer train without a word: the corpora must be made with the base model's own."""
+    """Token ids of another tokenizer train without any error: the corpora must be made with the base model's own."""
     from data.tokenizer import fingerprint, load_tokenizer
 
     files = checkpoint / "hf" if (checkpoint / "hf").is_dir() else Path(base)

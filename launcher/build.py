@@ -78,7 +78,7 @@ def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> Non
 
 
 def resume_from_newest(built: Built, folder: RunDir) -> None:
-    """Point the recipe at the newest whole checkpoint.
+    """Point the recipe at the newest complete checkpoint.
 
     Raises:
         UserError: what changed since then does not allow it.
@@ -87,14 +87,14 @@ def resume_from_newest(built: Built, folder: RunDir) -> None:
     import yaml
     from nemo import lightning as nl
 
-    partial, checkpoint = built.partial, folder.whole_checkpoints()[-1]
+    partial, checkpoint = built.partial, folder.complete_checkpoints()[-1]
     before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
     for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
         log.info("changed since the checkpoint: %s", line)
     resume.check_data(folder, data_records.manifests(partial))
     resume.check_order(before, built.plan, partial.data.train_steps)
     partial.resume.resume_from_path = str(checkpoint)
-    if folder.base.exists():  # where the weights came from at first: export takes the model's files from there
+    if folder.base.exists():  # the base model: an export takes tokenizer and config files from there
         origin = json.loads(folder.base.read_text())["checkpoint"]
         partial.resume.restore_config = run.Config(
             nl.RestoreConfig, path=origin, load_optim_state=False, load_artifacts=False

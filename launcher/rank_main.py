@@ -50,7 +50,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
     logs.log_to_file(attempt, where.rank)
     if "TORCH_NCCL_DUMP_ON_TIMEOUT" in os.environ:  # torch's flight recorder; watch/flight_recorder.py reads the files
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(attempt.absolute() / "nccl_trace_rank_"))
-    with _last_word(folder, resolved, where):
+    with _recorded(folder, resolved, where):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
         if not trains_here:
             if spec.resume:
@@ -68,7 +68,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
             write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
                 data_records.write(built.partial, built.plan, folder)
-        return _fit(built, folder, spec, where)
+        return _run_training(built, folder, spec, where)
 
 
 def _fit_batch(resolved: Resolved, folder: RunDir, where: RankInfo) -> Resolved:
@@ -77,7 +77,7 @@ def _fit_batch(resolved: Resolved, folder: RunDir, where: RankInfo) -> Resolved:
     Every rank chooses for itself: nodes with GPUs of different sizes come to different configurations, which the
     ranks compare before the first step (training/distributed/consistency.py).
     """
-    if resolved.spec.resume or folder.whole_checkpoints():
+    if resolved.spec.resume or folder.complete_checkpoints():
         return resolved
     fitted = batch_size.fit(resolved, folder, batch_size.gpus_of_this_machine(resolved.plan))
     if where.rank == 0 and fitted.spec != resolved.spec:
@@ -94,13 +94,13 @@ def _check(plan: Plan, folder: RunDir) -> None:
 
 
 def _start_or_resume(built: build.Built, folder: RunDir, where: RankInfo) -> None:
-    """From the newest whole checkpoint, if there is one: --resume, or a job that its scheduler started again."""
+    """Continue from the newest complete checkpoint if there is one: `resume`, or a job that was started again."""
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
             log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
     if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
         return
-    if folder.whole_checkpoints():
+    if folder.complete_checkpoints():
         build.resume_from_newest(built, folder)
     elif built.partial.resume.base:
         from launcher.base_model import start_from_base
@@ -108,7 +108,12 @@ def _start_or_resume(built: build.Built, folder: RunDir, where: RankInfo) -> Non
         start_from_base(built.partial, folder, built.plan, write=where.rank == 0)
 
 
-def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> int:
+def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> int:
+    """Call NeMo, and record how this rank ended.
+
+    Returns:
+        the exit code: 0, or 130 after Ctrl-C.
+    """
     import nemo_run as run
 
     from training.distributed.consistency import record_run_facts
@@ -117,12 +122,12 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> 
 
     attempt = folder.attempt(spec.attempt)
 
-    def last_word(text: str) -> None:
+    def record_failure(text: str) -> None:
         heartbeat.end(RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text), attempt)
 
     record_run_facts(build.to_yaml(built.partial), data_records.manifests(built.partial))
     try:
-        with explain_failed_collectives(last_word):
+        with explain_failed_collectives(record_failure):
             run.run(built.partial, direct=True)
     except Interrupted:
         return _stopped(folder, spec, where, together=True)
@@ -133,7 +138,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> 
             raise
         return _stopped(folder, spec, where, together=False)
     if where.rank == 0:
-        log.info("checkpoint: %s", folder.whole_checkpoints()[-1])
+        log.info("checkpoint: %s", folder.complete_checkpoints()[-1])
         log.info("logs:       %s", attempt)
         log.info("metrics:    %s", folder.metrics)
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
@@ -144,7 +149,7 @@ def _fit(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> 
 
 def _stopped(folder: RunDir, spec: RunSpec, where: RankInfo, *, together: bool) -> int:
     if where.rank == 0:
-        what = f"resume with: {spec.resume_command}" if folder.whole_checkpoints() else "there is no checkpoint yet"
+        what = f"resume with: {spec.resume_command}" if folder.complete_checkpoints() else "there is no checkpoint yet"
         log.warning("stopped by Ctrl-C; %s", what)
     state = RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
     heartbeat.end(state, folder.attempt(spec.attempt))
@@ -154,7 +159,7 @@ def _stopped(folder: RunDir, spec: RunSpec, where: RankInfo, *, together: bool) 
 
 
 def _wait_for_all() -> None:
-    """A starter kills the others when the first rank is gone: leave when all have said their last word."""
+    """Leave only when every rank has recorded how it ended: torchrun and mpirun kill the others once one has left."""
     import torch
 
     if torch.distributed.is_initialized():
@@ -162,8 +167,8 @@ def _wait_for_all() -> None:
 
 
 @contextlib.contextmanager
-def _last_word(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[None]:
-    """Start this rank's heartbeat, and the samples of its node; keep how the rank ended where its launcher finds it."""
+def _recorded(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[None]:
+    """Start this rank's heartbeat and its node's system samples; record how the rank ended."""
     spec, attempt = resolved.spec, folder.attempt(resolved.spec.attempt)
     status = run_status.RunStatus(
         phase=run_status.IMPORTING,
@@ -191,11 +196,11 @@ def _last_word(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[
         samples.stop()
 
 
-def _join(folder: RunDir) -> tuple[Resolved, RankInfo]:
+def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:
     """Set the run's environment, read this process's rank, and set torchrun's variables for every library.
 
     Raises:
-        UserError: the starter made another number of ranks than the run was written for.
+        UserError: torchrun, mpirun or srun started another number of ranks than the run was written for.
     """
     for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
         os.environ.setdefault(row["key"], row["value"])
@@ -219,12 +224,14 @@ def main(argv: list[str]) -> int:
     Returns:
         its exit code.
     """
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)  # how mpirun passes Ctrl-C on, here before training
+    signal.signal(
+        signal.SIGUSR1, signal.default_int_handler
+    )  # mpirun forwards Ctrl-C as SIGUSR1; before training it ends the rank
     folder = RunDir.at(argv[0])
     try:
         if folder.spec().executor == "slurm":
             sigterm.block()
-        resolved, where = _join(folder)
+        resolved, where = _set_up_rank(folder)
         logs.log_to_console(where.rank, folder.attempt(resolved.spec.attempt + where.restarts) / "console.log")
         return train(folder, resolved, where)
     except ProjectError as error:

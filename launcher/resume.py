@@ -29,7 +29,7 @@ FIXED = {
     "optim.config.optimizer": "the optimizer state would not fit",
     "optim.config.use_distributed_optimizer": "the optimizer state would not fit",
 }
-# May change between attempts without a word: paths of the attempt, and what only this machine decides.
+# May change between attempts and is not logged: paths of the attempt, and what only this machine decides.
 _OWN = (
     "log.",
     "resume.",

@@ -185,7 +185,7 @@ def _set(recipe: run.Partial, owner: Any, leaf: str, override: Override) -> None
 
 
 def _set_mislabelled_float(owner: Any, leaf: str, override: Override) -> bool:
-    """NeMo labels some floats `int` (Qwen2Config.init_method_std: int = 0.02): the default tells the type."""
+    """NeMo labels some floats `int` (Qwen2Config.init_method_std: int = 0.02): the type of the default decides."""
     default = inspect.signature(owner.__fn_or_cls__).parameters.get(leaf)
     if override.operator != "=" or default is None or not isinstance(default.default, float):
         return False

@@ -87,7 +87,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
                 shutil.copy(path, saved / "run")
         if loss is not None:
             (saved / "run" / "best.json").write_text(json.dumps({"domain": self.keep_best, "loss": loss}))
-        checkpoints = run.whole_checkpoints()
+        checkpoints = run.complete_checkpoints()
         best = self._best(checkpoints)
         keep = {*checkpoints[-self.keep_last :], *([best] if best else [])}
         for old in set(checkpoints) - keep:

@@ -90,7 +90,7 @@ class Heartbeat:
         beats = tuple(state.heartbeat() for state in rank_states.read(self._logs))
         name, written = status.checkpoint, status.checkpoint_time
         with contextlib.suppress(OSError, ValueError):  # retention deletes a folder while it is looked at
-            if whole := self.run.whole_checkpoints():
+            if whole := self.run.complete_checkpoints():
                 name, written = whole[-1].name, (whole[-1] / "weights" / "metadata.json").stat().st_mtime
         return dataclasses.replace(status, updated=time.time(), ranks=beats, checkpoint=name, checkpoint_time=written)
 

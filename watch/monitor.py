@@ -105,7 +105,7 @@ def _newest_loss(records: Records) -> float | None:
 
 def checkpoints_table(run: RunDir) -> Table:
     """The checkpoints of a run, oldest first: whole or not, validation loss, size, age."""
-    now, whole = time.time(), set(run.whole_checkpoints())
+    now, whole = time.time(), set(run.complete_checkpoints())
     losses = {row["step"]: row.get("val_loss") for row in read_records(run).validation}
     table = Table(box=None, header_style="dim")
     for name in ("checkpoint", "whole", "validation", "GiB", "age"):

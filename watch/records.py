@@ -114,7 +114,7 @@ def _status_without_file(run: RunDir, training: tuple[Row, ...]) -> RunStatus:
     last = training[-1] if training else {}
     failed = rank_states.first_failure(states)
     state = failed.state if failed else states[0].state if states else ""
-    whole = run.whole_checkpoints()
+    whole = run.complete_checkpoints()
     times = [s.time for s in states] + [last.get("time", 0.0)]
     return RunStatus(
         phase=_PHASE_OF.get(state, run_status.STARTING),

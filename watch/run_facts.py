@@ -25,7 +25,7 @@ def fill_facts(match: Match, records: Records) -> Match:
 
 
 def _resume(records: Records) -> str:
-    if not records.run.whole_checkpoints():
+    if not records.run.complete_checkpoints():
         return "start again (there is no checkpoint yet)"
     try:
         return records.run.spec().resume_command
@@ -34,10 +34,10 @@ def _resume(records: Records) -> str:
 
 
 def _checkpoint(records: Records) -> str:
-    whole = records.run.whole_checkpoints()
+    whole = records.run.complete_checkpoints()
     if not whole:
         return "there is no checkpoint: start again"
-    return f"the last whole checkpoint is {whole[-1].name} ({_resume(records)})"
+    return f"the last complete checkpoint is {whole[-1].name} ({_resume(records)})"
 
 
 def _rate_facts(records: Records) -> dict[str, str]:

@@ -214,7 +214,7 @@ def _checkpoints(records: Records) -> Iterator[Sign]:
     saved = int(status.checkpoint.rpartition("-")[2]) if status.checkpoint else 0
     due = (status.step - saved) // plan.save_every_n_steps
     if due >= 2:
-        last = f"the newest whole checkpoint is of step {saved}" if saved else "there is no whole checkpoint"
+        last = f"the newest complete checkpoint is of step {saved}" if saved else "there is no complete checkpoint"
         text = f"{last}, in step {status.step} of a run that saves every {plan.save_every_n_steps} steps"
         advice = f"see whether the disk is full or slow, and whether checkpoint writers died: {records.logs}"
         yield Sign("no_checkpoint", text, advice, "checkpoints", fatal=due >= 3)

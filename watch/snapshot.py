@@ -34,7 +34,7 @@ class Snapshot:
 
     @property
     def checkpoint_age_s(self) -> float | None:
-        """Seconds since the newest whole checkpoint was written."""
+        """Seconds since the newest complete checkpoint was written."""
         written = self.records.status.checkpoint_time
         return self.time - written if written else None
 

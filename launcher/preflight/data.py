@@ -159,7 +159,7 @@ def _is_hub_id(base: str) -> bool:
 
 def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """Check the base model's shape against the recipe's, as far as its config.json tells."""
-    if plan.base is None or run.whole_checkpoints():
+    if plan.base is None or run.complete_checkpoints():
         return
     config = Path(plan.base) / "config.json"
     if not config.is_file():

@@ -63,7 +63,7 @@ def test_unfinished_checkpoints_are_set_aside(tmp_path: Path) -> None:
     (run.checkpoints / "step-15-unfinished").touch()  # killed before the folder was made
     assert [p.name for p in run.set_aside_unfinished()] == ["unfinished-step-10-after-attempt-0"]
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-5", "unfinished-step-10-after-attempt-0"]
-    assert [p.name for p in run.whole_checkpoints()] == ["step-5"]
+    assert [p.name for p in run.complete_checkpoints()] == ["step-5"]
 
 
 def _plan(**changes: Any) -> Plan:

@@ -192,7 +192,7 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     _checkpoint(run, 80)
     chosen = rundir.choose(spec, tmp_path)
     rundir.check_resumable(chosen)
-    assert chosen.whole_checkpoints()[-1].name == "step-80"
+    assert chosen.complete_checkpoints()[-1].name == "step-80"
     assert run.next_attempt.name == "attempt-2"
 
 

@@ -126,8 +126,8 @@ def _source_after_resume(sample: Path, base: str) -> tuple[str | None, list[str]
     words = ("log.ckpt.every_n_train_steps=1", "log.ckpt.keep_last=1", "log.ckpt.keep_best=code")
     _continue(sample, base, words=(*words, "trainer.max_steps=2"))
     _continue(sample, base, words=(*words, "trainer.max_steps=3"), resume=True)
-    source = find_source(RunDir("cpt").whole_checkpoints()[-1])
-    return str(source) if source else None, [p.name for p in RunDir("cpt").whole_checkpoints()]
+    source = find_source(RunDir("cpt").complete_checkpoints()[-1])
+    return str(source) if source else None, [p.name for p in RunDir("cpt").complete_checkpoints()]
 
 
 def test_a_resumed_run_still_knows_its_base(sample: Path, base: Path, forked: Callable[..., Any]) -> None:

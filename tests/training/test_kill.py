@@ -60,7 +60,7 @@ def _kill_once(sample: Path, folder: Path, in_save: bool, rng: random.Random) ->
     before = {p.name for p in checkpoints.glob("step-*")} if checkpoints.exists() else set()
     run.start()
     assert run.pid is not None
-    while run.is_alive():  # at least one new whole checkpoint, so that the test moves on
+    while run.is_alive():  # at least one new complete checkpoint, so that the test moves on
         new = {p.name for p in checkpoints.glob("step-*") if not p.name.endswith("-unfinished")} - before
         markers = {m.name.removesuffix("-unfinished") for m in checkpoints.glob("step-*-unfinished")}
         if new - markers:
@@ -89,7 +89,7 @@ def test_kills(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None
     rows = forked(lambda: train(sample, *WORDS, resume=True), cwd=killed)
     print(f"{KILLS} kills, {during} of them during a save")
     assert during >= KILLS // 4
-    assert [p.name for p in RunDir("run", killed / "runs").whole_checkpoints()] == [
+    assert [p.name for p in RunDir("run", killed / "runs").complete_checkpoints()] == [
         f"step-{STEPS - 5}",
         f"step-{STEPS}",
     ]

@@ -107,7 +107,7 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     seen = ""
     for line in first.stderr:
         seen += line
-        if RunDir("dp", folder / "runs").whole_checkpoints():
+        if RunDir("dp", folder / "runs").complete_checkpoints():
             (victim,) = (s for s in rank_states.read(folder / "runs/dp/logs/attempt-1") if s.rank == 1)
             os.kill(victim.pid, signal.SIGKILL)
             break
@@ -115,7 +115,7 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     assert first.wait() == 1, seen + rest
     assert "rank 1 ended without an error message" in rest
     assert rest.index("rank 1 ended") < rest.index("rank 0 then:")
-    for path in RunDir("dp", folder / "runs").whole_checkpoints():
+    for path in RunDir("dp", folder / "runs").complete_checkpoints():
         if path.name != "step-5":  # how far it came before the kill is a matter of luck
             shutil.rmtree(path)
     done = run(folder, sample, "dp", "--resume", "--executor", "local", "--devices", "2")
