@@ -18,11 +18,11 @@ class Executor:
     Args:
         trains_here: the ranks run on this machine and in its file system: the launcher checks machine and data, and
             records the data, before the start. Elsewhere the ranks do so when they start.
-        needs_cluster_file: without --cluster FILE nobody knows where to submit.
+        on_cluster: a scheduler runs the job where the cluster file says, also after the launcher has ended.
     """
 
     trains_here: bool
-    needs_cluster_file: bool = False
+    on_cluster: bool = False
 
 
 EXECUTORS = {
@@ -30,8 +30,8 @@ EXECUTORS = {
     "local": Executor(trains_here=True),
     "mpirun": Executor(trains_here=True),
     "docker": Executor(trains_here=False),
-    "slurm": Executor(trains_here=False, needs_cluster_file=True),
-    "k8s": Executor(trains_here=False, needs_cluster_file=True),
+    "slurm": Executor(trains_here=False, on_cluster=True),
+    "k8s": Executor(trains_here=False, on_cluster=True),
 }
 
 
@@ -43,7 +43,7 @@ def check(name: str, cluster_file: str | None) -> None:
     """
     if name not in EXECUTORS:
         raise unknown_name("executor", name, EXECUTORS, "--executor direct")
-    if EXECUTORS[name].needs_cluster_file and cluster_file is None:
+    if EXECUTORS[name].on_cluster and cluster_file is None:
         raise UserError(
             f"--executor {name} needs a cluster file",
             expected="--cluster FILE",

@@ -10,11 +10,11 @@ from common import rank_states, run_status
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, DiagnosedError, ProjectError
 from common.run_status import Ending, RunStatus, read_status
 from common.rundir import RunDir
+from launcher.executor_table import EXECUTORS
 from launcher.executors import Job
 
 log = logging.getLogger("launch")
 ExplainFailure = Callable[[RunDir, int], Ending]  # the run and its exit code
-_IN_QUEUE = ("slurm", "k8s")  # the launcher may leave while the job goes on
 
 
 def submit_and_record(submit: Callable[[Job], int], job: Job, explain_failure: ExplainFailure | None) -> int:
@@ -54,7 +54,7 @@ def submit_and_record(submit: Callable[[Job], int], job: Job, explain_failure: E
 def _record_return(job: Job, code: int, explain_failure: ExplainFailure | None) -> None:
     """Write how the attempt ended, unless it goes on without this launcher or rank 0 has written it."""
     assert job.resolved is not None
-    queued = job.resolved.spec.executor in _IN_QUEUE
+    queued = EXECUTORS[job.resolved.spec.executor or "direct"].on_cluster  # the launcher may end before the job
     waited = not queued or (job.cluster is not None and job.cluster.wait)
     if code == 0 and waited:
         _write_end(job, run_status.DONE, Ending())
