@@ -146,6 +146,22 @@ def test_one_gpu_takes_the_largest_micro_batch(monkeypatch: pytest.MonkeyPatch, 
     assert _fitted(RunSpec(recipe="qwen25_500m_single"), run, ask_gpus=False).overrides == ()
 
 
+def test_a_micro_batch_may_take_exactly_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a share of one half, which floating point halves without rounding."""
+    monkeypatch.setattr(memory, "DEFAULT_SHARE", 0.5)
+    plan = registry.resolve("qwen25_500m_single").plan
+    exact = 2 * memory.estimate(dataclasses.replace(plan, micro_batch_size=4)).gpu_gib
+    assert memory.largest_micro_batch(plan, exact) == 4
+    assert memory.largest_micro_batch(plan, exact * 0.999) == 2
+
+
+def test_bytes_of_a_checkpoint() -> None:
+    """bf16: 2 of weights and 12 of Adam's master copy and moments per parameter; fp32 on the CPU: 4 and 8."""
+    gpu, cpu = registry.resolve("qwen25_500m").plan, registry.resolve("qwen25_tiny").plan
+    assert gpu.checkpoint_bytes == 14 * 494_032_768
+    assert cpu.checkpoint_bytes == 12 * 1_263_744
+
+
 def test_a_run_that_trains_elsewhere_is_fitted_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The launcher leaves the batch open, or takes what the cluster file says; rank 0 records what it chooses."""
     run = RunDir("run", tmp_path)

@@ -64,4 +64,5 @@ def test_the_idle_share_of_a_pipeline() -> None:
 
 def test_only_virtual_stages_need_rounds_of_micro_batches() -> None:
     assert _pipeline(5) == {}
+    assert _pipeline(4, virtual_pipeline=3) == {}  # rounds of PP = 2, not of VP
     assert _pipeline(5, virtual_pipeline=2) == {"virtual stages take micro batches in rounds of PP": True}
