@@ -55,7 +55,8 @@ def base(nemo: None, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_continue_with_replay(sample: Path, base: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    rows = forked(_continue, sample, str(base), words=("trainer.max_steps=10", "data.replay_share=0.25"))
+    words = ("trainer.max_steps=10", "trainer.val_check_interval=5", "data.replay_share=0.25")
+    rows = forked(_continue, sample, str(base), words=words)
     run = RunDir("cpt", tmp_path / "runs")
     step0 = json.loads(run.step0.read_text())
     assert abs(step0["megatron_loss"] - step0["hf_loss"]) <= 1e-5
@@ -66,6 +67,22 @@ def test_continue_with_replay(sample: Path, base: Path, forked: Callable[..., An
     gates = json.loads(run.gates.read_text())
     assert gates["tied"] is True
     assert len(set(gates["manifest_fingerprints"].values())) == 1
+    _check_report_and_passport(run)
+
+
+def _check_report_and_passport(run: RunDir) -> None:
+    """A real run fills every figure of its report, and passes every item that needs no export and no commit."""
+    from report.figures import FIGURES
+    from report.passport import make_passport
+    from report.report import write_report
+
+    states = {item.name: item.state for item in make_passport(run.path).items}
+    assert states.pop("export") == "unknown"  # not exported
+    states.pop("code version")  # unknown where the checkout has uncommitted changes
+    assert set(states.values()) == {"pass"}, states
+    page = write_report(run.path).read_text()
+    assert [name for name in FIGURES if not (run.path / "report" / f"{name}.png").is_file()] == []
+    assert "process on the CPU" in page  # the memory panel
 
 
 def test_without_replay_the_old_domain_is_still_validated(sample: Path, base: Path, forked: Callable[..., Any]) -> None:
