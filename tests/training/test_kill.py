@@ -21,7 +21,7 @@ import torch
 from common.rundir import RunDir
 from tests.training.conftest import SHORT, train
 
-pytestmark = pytest.mark.nemo
+pytestmark = [pytest.mark.nemo, pytest.mark.slow]
 
 KILLS = int(os.environ.get("KILLS", "4"))
 STEPS = 10 * (KILLS + 2)

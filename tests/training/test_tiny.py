@@ -57,6 +57,7 @@ def test_losses_are_the_recorded_ones(sample: Path, forked: Callable[..., Any]) 
     assert found == pytest.approx(record[corpus], abs=2e-5)  # other CPUs sum in another order
 
 
+@pytest.mark.slow
 def test_it_learns(sample: Path, forked: Callable[..., Any]) -> None:
     losses = _losses(forked(train, sample, *SHORT, "trainer.max_steps=200"))
     assert losses[0] == pytest.approx(math.log(4096), abs=0.15)
