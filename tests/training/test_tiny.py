@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from data.manifest import load_manifest
+from tests.fork_server import real_start
 from tests.training.conftest import SHORT, train
 
 pytestmark = pytest.mark.nemo
@@ -68,9 +69,8 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(sample: Path, tmp_path: P
     """A real process and a real SIGINT: exit code 130, and the printed command resumes."""
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "stopped"]
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={tmp_path / 'cache'}"]
-    run = subprocess.Popen(
-        [*command, *paths, "trainer.log_every_n_steps=1"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-    )
+    asked = [*command, *paths, "trainer.log_every_n_steps=1"]
+    run = subprocess.Popen(asked, cwd=tmp_path, env=real_start(), stderr=subprocess.PIPE, text=True)
     assert run.stderr is not None
     lines = []
     for line in run.stderr:
@@ -84,7 +84,7 @@ def test_ctrl_c_saves_and_prints_the_command_to_resume(sample: Path, tmp_path: P
     steps = [p.name for p in (tmp_path / "runs/stopped/checkpoints").glob("step-*")]
     assert len(steps) == 1
     resume = [sys.executable, str(ROOT / "launch.py"), "resume", "stopped", "trainer.max_steps=8"]
-    done = subprocess.run(resume, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(resume, cwd=tmp_path, env=real_start(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "resume with a change: trainer.max_steps: 400 -> 8" in done.stderr
     assert f"from runs/stopped/checkpoints/{steps[0]}" in done.stderr

@@ -35,7 +35,7 @@ Make = Callable[..., RunDir]
 
 def _text(renderable: Any) -> str:
     output = io.StringIO()
-    Console(file=output, width=110).print(renderable)
+    Console(file=output, width=200).print(renderable)
     return output.getvalue()
 
 

@@ -69,7 +69,7 @@ def _start(
 
 def _outputs(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     try:
-        return [(rank.returncode, text) for rank in ranks for text in [rank.communicate(timeout=60)[0]]]
+        return [(rank.returncode, text) for rank in ranks for text in [rank.communicate(timeout=240)[0]]]
     finally:
         for rank in ranks:
             rank.kill()
