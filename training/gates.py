@@ -93,7 +93,7 @@ def probe_samples(dataset: Any) -> Iterator[tuple[dict[str, torch.Tensor], torch
 
 
 def check_lengths(data_seq_length: int, model_seq_length: int) -> None:
-    """Check that data and model have the same sequence length; NeMo accepts a mismatch without a word."""
+    """Check that data and model have the same sequence length; NeMo accepts a mismatch without an error."""
     if data_seq_length != model_seq_length:
         raise GateError(
             "the data's sequence length is not the model's",

@@ -117,7 +117,7 @@ def cause_from_sign(run: RunDir, sign: Sign) -> Cause:
 
 
 def _killed(case: Case) -> Cause:
-    """Ranks that ended without a word, and no message says why."""
+    """Ranks that ended without recording how, and no log line says why."""
     ranks = ", ".join(map(str, case.lost))
     match = find_known("Signal 9 (SIGKILL)")
     assert match is not None

@@ -18,7 +18,7 @@ VARIABLE = "CPT_FORK_SERVER"
 def serving() -> Iterator[None]:
     """Start the server, unless there is one, and let every process that is started from here find it.
 
-    Returns at once: whoever asks before NeMo is imported waits for it.
+    Returns at once: a request that comes before NeMo is imported waits until it is.
     """
     if VARIABLE in os.environ:
         yield
