@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -58,7 +57,7 @@ def _run_in_pool(todo: dict[int, Shard], spec: ShardSpec, workers: int, advance:
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(spec, counter, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(spec, counter))
     try:
         _wait_for_shards({pool.submit(_run_in_worker, index, shard) for index, shard in todo.items()}, counter, advance)
         pool.shutdown()
@@ -82,17 +81,18 @@ def _wait_for_shards(waiting: set[Future[None]], counter: Any, advance: Callable
             future.result()
 
 
-def _start_worker(spec: ShardSpec, counter: Any, parent: int) -> None:
+def _start_worker(spec: ShardSpec, counter: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _worker.update(spec=spec, counter=counter, encoder=Encoder(spec.encoder))
 
 
-def _exit_with_parent(parent: int) -> None:
+def _exit_with_parent() -> None:
     """End this process when its parent is gone; a worker of a pool would wait for work for ever."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_in_worker(index: int, shard: Shard) -> None:
