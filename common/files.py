@@ -1,9 +1,13 @@
-"""Writing files that other processes may read, or that a crash must not leave half written."""
+"""Writing files that other processes may read, or that a crash must not leave half written; checksums."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 from pathlib import Path
+
+_BLOCK = 4 << 20  # bytes read at a time
 
 
 def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
@@ -21,3 +25,29 @@ def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
         if sync:
             os.fsync(file.fileno())
     part.replace(path)
+
+
+def write_although_full(path: Path, text: str, *, sync: bool = True) -> None:
+    """As `write_atomic`; if the disk is full, overwrite the file where it lies, which needs no new space.
+
+    For the last state of a run that ends because the disk is full. The file must exist, and the text be no longer than
+    the block that it has (4 KiB).
+    """
+    try:
+        write_atomic(path, text, sync=sync)
+    except OSError as problem:
+        path.with_name(f".{path.name}.{os.getpid()}").unlink(missing_ok=True)
+        if problem.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()

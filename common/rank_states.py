@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
-from common.files import write_atomic
+from common.files import write_although_full, write_atomic
 from common.json_files import read_json_object
+from common.processes import is_alive
 from common.run_status import Heartbeat
 
 log = logging.getLogger("launch")
@@ -43,7 +45,13 @@ class RankState:
 
     def write(self, logs: Path) -> None:
         """Write logs/rank-R.json in one step."""
-        write_atomic(logs / f"rank-{self.rank}.json", json.dumps(asdict(self)) + "\n", sync=self.state != RUNNING)
+        ended = self.state != RUNNING
+        write = write_although_full if ended else write_atomic
+        write(logs / f"rank-{self.rank}.json", json.dumps(asdict(self)) + "\n", sync=ended)
+
+    def is_alive(self) -> bool:
+        """Whether a rank that has not recorded its end still runs on this machine."""
+        return self.state == RUNNING and self.host == socket.gethostname() and is_alive(self.pid)
 
     def heartbeat(self) -> Heartbeat:
         """The same for status.json: the phase of a running rank, the state of an ended one."""
@@ -63,6 +71,26 @@ def first_failure(states: list[RankState]) -> RankState | None:
     """The rank that failed first; the others usually fail because it is gone."""
     failed = [state for state in states if state.state == FAILED]
     return min(failed, key=lambda state: state.time) if failed else None
+
+
+def wait_until_ended(logs: Path, limit_s: float = 600.0) -> None:
+    """Wait for the ranks of this machine whose starter is gone; they save and stop. Kill those that do not end in time.
+
+    Args:
+        logs: the folder of the attempt, with the ranks' states.
+    """
+    end, said = time.monotonic() + limit_s, False
+    while alive := [state for state in read(logs) if state.is_alive()]:
+        names = ", ".join(f"{state.rank} (process {state.pid})" for state in alive)
+        if not said:
+            log.warning("what started the ranks is gone; waiting for rank %s to save and stop", names)
+            said = True
+        if time.monotonic() > end:
+            log.error("rank %s did not end within %.0f s: killed", names, limit_s)
+            for state in alive:
+                os.kill(state.pid, signal.SIGKILL)
+            return
+        time.sleep(0.5)
 
 
 # what the error of a rank contains when it failed because another rank is gone

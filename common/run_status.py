@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.files import write_atomic
+from common.files import write_although_full, write_atomic
 from common.json_files import read_json_object
+from common.processes import is_alive
 
 STARTING, IMPORTING, LOADING = "starting", "importing", "loading data"
 TRAINING, VALIDATING, SAVING = "training", "validating", "saving"
@@ -122,7 +123,7 @@ class RunStatus:
         if self.phase in ENDED:
             return self.phase
         if self.phase == STARTING:
-            gone = self.host == socket.gethostname() and not _is_alive(self.pid)
+            gone = self.host == socket.gethostname() and not is_alive(self.pid)
             return SILENT if gone and self.executor not in ("slurm", "k8s") else self.phase
         return SILENT if now - self.updated > SILENT_AFTER_S else self.phase
 
@@ -150,7 +151,8 @@ class RunStatus:
 
     def write(self, path: Path) -> None:
         """Write status.json in one step."""
-        write_atomic(path, self.to_json(), sync=self.phase in ENDED)
+        ended = self.phase in ENDED
+        (write_although_full if ended else write_atomic)(path, self.to_json(), sync=ended)
 
 
 def read_status(path: Path) -> RunStatus | None:
@@ -162,13 +164,3 @@ def read_status(path: Path) -> RunStatus | None:
 def _known_fields(kind: type[Any], row: dict[str, Any]) -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in row.items() if name in names}
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # another user's process
-        return True
-    return True

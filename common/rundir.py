@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from common import run_lock
 from common.commands import launch_command
 from common.environment.merge import Setting
 from common.errors import UserError, unknown_name
@@ -86,8 +88,9 @@ class RunDir:
 
     @property
     def used(self) -> bool:
-        """Something was trained here (a dry run leaves no attempt)."""
-        return bool(self.attempts) or self.checkpoints.exists()
+        """Something was trained or submitted here, or is about to be (a dry run leaves nothing of that)."""
+        claimed = run_lock.is_held_elsewhere(self.path, run_lock.LAUNCHER)
+        return bool(self.attempts) or self.checkpoints.exists() or self.status.exists() or claimed
 
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to the end, oldest first."""
@@ -97,7 +100,7 @@ class RunDir:
             # in this order: `set_aside_unfinished` on another rank renames the folder before its marker goes
             if not _marker(folder).exists() and (folder / "weights" / "metadata.json").is_file()
         ]
-        return sorted(found, key=lambda folder: int(folder.name.split("-")[1]))
+        return sorted(found, key=checkpoint_step)
 
     def set_aside_unfinished(self) -> list[Path]:
         """Rename checkpoints whose writing was cut off, so that they stand in nobody's way and nothing is lost.
@@ -117,6 +120,13 @@ class RunDir:
             marker.unlink()
         return moved
 
+    def set_aside_damaged(self, checkpoint: Path, problems: Sequence[str]) -> Path:
+        """Rename a damaged checkpoint, so that nothing continues from it and nothing is lost; returns the folder."""
+        target = checkpoint.with_name(f"damaged-{checkpoint.name}-before-attempt-{len(self.attempts)}")
+        (checkpoint / "damage.txt").write_text("\n".join(problems) + "\n")
+        checkpoint.rename(target)
+        return target
+
     @property
     def written(self) -> list[Path]:
         """The files that the launcher makes: all that the ranks need, so all that is sent to where they run."""
@@ -129,6 +139,11 @@ class RunDir:
         write_atomic(self.env, json.dumps([asdict(s) for s in settings], indent=1) + "\n")
         write_atomic(self.command, shlex.join(argv) + "\n")
         write_atomic(self.version, code_version() + "\n")
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The step of a checkpoint folder step-N."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def _marker(checkpoint: Path) -> Path:
@@ -206,6 +221,8 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
         if not run.path.exists():
             check_resumable(run)
         return run
+    if spec.name:
+        run_lock.check_free(run.path)
     if run.used and spec.name:
         raise UserError(
             f"{run.path} holds a run already",
@@ -223,6 +240,12 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
         count += 1
         run = RunDir(f"{name}-{count}", root)
     return run
+
+
+def remove_if_unused(run: RunDir) -> None:
+    """Remove a run directory that holds nothing but lock files: the launch was refused."""
+    if run.path.is_dir() and all(path.name.startswith(".lock-") for path in run.path.iterdir()):
+        shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _numbered(name: str, root: Path) -> list[Path]:

@@ -31,6 +31,8 @@ class RunSpec:
             says nothing else.
         dryrun: resolve, check and print, but do not train.
         write: keep the run directory that a dry run writes, to start it by other means.
+        retries: how often a run that failed is started again, from its newest checkpoint.
+        retry_wait: seconds before each of these starts.
         overrides: NeMo-Run `path=value` words, applied in order.
         attempt: which attempt at this run it is, from 1; set by the launcher.
     """
@@ -50,6 +52,8 @@ class RunSpec:
     resume: bool = False
     dryrun: bool = False
     write: bool = False
+    retries: int = 0
+    retry_wait: float = 10.0
     overrides: tuple[str, ...] = ()
     attempt: int = 1
 

@@ -19,8 +19,11 @@ from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
+from common.processes import ignore_stop_signals
 from data.manifest import SPLITS, load_manifest
 from data.resolve_blend import resolve_run_blend
+
+WORKER_TIMEOUT_S = 600  # for one batch: a data worker that needs longer is stuck or stopped
 
 
 class WholeMaskGPTDataset(GPTDataset):
@@ -172,6 +175,12 @@ class PreparedDataModule(PreTrainingDataModule):
         """Build the training samples. Lightning's validation and test get one sample each: see `validation_sets`."""
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
+
+    def _create_dataloader(self, dataset: Any, mode: str, **kwargs: Any) -> Any:
+        """NeMo's loader, whose workers leave signals to the rank and may not be silent for ever."""
+        if self.num_workers > 0:
+            kwargs.update(worker_init_fn=ignore_stop_signals, timeout=WORKER_TIMEOUT_S)
+        return super()._create_dataloader(dataset, mode, **kwargs)
 
     def validation_sets(self) -> dict[str, GPTDataset]:
         """A dataset per domain with one pass over its validation split, in the same order every time."""

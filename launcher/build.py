@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import logs
@@ -77,8 +78,8 @@ def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> Non
             callback.run_dir = str(folder.path)
 
 
-def resume_from_newest(built: Built, folder: RunDir) -> None:
-    """Point the recipe at the newest complete checkpoint.
+def resume_from(built: Built, folder: RunDir, checkpoint: Path) -> None:
+    """Point the recipe at a checkpoint of the run.
 
     Raises:
         UserError: what changed since then does not allow it.
@@ -87,7 +88,7 @@ def resume_from_newest(built: Built, folder: RunDir) -> None:
     import yaml
     from nemo import lightning as nl
 
-    partial, checkpoint = built.partial, folder.complete_checkpoints()[-1]
+    partial = built.partial
     before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
     for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
         log.info("changed since the checkpoint: %s", line)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from common import logs, rundir
+from common import logs, run_lock, rundir
 from common.environment.merge import Setting, apply_environment, restart_with_preloads
 from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
@@ -24,6 +24,8 @@ from launcher.executors import Job
 from launcher.launcher_log import LauncherLog, keep_launcher_log
 from launcher.outcome import ExplainFailure, submit_and_record
 from launcher.preflight import check as preflight
+from launcher.resume import newest_good_checkpoint
+from launcher.retries import Retries
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
 from training.distributed import rank_env
@@ -49,9 +51,40 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
-    folder = rundir.choose(spec, Path(spec.runs))
-    with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
-        return _launch(spec, folder, launcher_log, explain_failure)
+    folder = _claim(spec)
+    retries = Retries(spec.retries, spec.retry_wait)
+    try:
+        with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
+            code = _launch(spec, folder, launcher_log, explain_failure)
+            while not spec.dryrun and (again := retries.next_spec(folder, code)):
+                launcher_log.path = None
+                code = _launch(again, folder, launcher_log, explain_failure)
+            return code
+    finally:
+        run_lock.release(folder.path, run_lock.LAUNCHER)
+        rundir.remove_if_unused(folder)
+
+
+def _claim(spec: RunSpec) -> RunDir:
+    """Choose the run directory and lock it, so that a second launch takes another name or is refused.
+
+    Raises:
+        UserError: the name cannot be taken; RunInUseError says which process has it.
+    """
+    while True:
+        folder = rundir.choose(spec, Path(spec.runs))
+        if spec.dryrun and not spec.write:
+            return folder
+        try:
+            run_lock.check_free(folder.path)
+            run_lock.acquire(folder.path, run_lock.LAUNCHER)
+        except run_lock.RunInUseError:
+            if spec.name or spec.resume:
+                raise
+            continue  # another launch was faster: the next number
+        if spec.resume or not folder.used:
+            return folder
+        run_lock.release(folder.path, run_lock.LAUNCHER)
 
 
 @contextlib.contextmanager
@@ -208,7 +241,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     data.json and blend.json.
     """
     if spec.resume and executor_table.shares_files(spec.executor, cluster):
-        build.resume_from_newest(built, folder)
+        _resume(built, folder, spec)
     text = build.to_yaml(built.partial)
     if spec.resume and spec.dryrun:
         return text
@@ -219,6 +252,15 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
     if spec.dryrun:
         log.info("dry run: trained nothing%s", f"; written: {folder.path}" if spec.write else "")
     return text
+
+
+def _resume(built: build.Built, folder: RunDir, spec: RunSpec) -> None:
+    """Choose the checkpoint, for this process and for the ranks that it starts. A dry run changes no checkpoint."""
+    if spec.dryrun:
+        build.resume_from(built, folder, folder.complete_checkpoints()[-1])
+    elif (checkpoint := newest_good_checkpoint(folder)) is not None:
+        build.resume_from(built, folder, checkpoint)
+        write_atomic(folder.attempt(spec.attempt) / "resume-from", f"0 {checkpoint.name}\n")
 
 
 def _log_run(resolved: Resolved, folder: RunDir, settings: list[Setting]) -> None:

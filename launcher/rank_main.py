@@ -9,27 +9,33 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
-from common import logs, rank_states, run_status
+from common import logs, processes, rank_states, run_lock, run_status
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.files import write_atomic
 from common.rank_states import RankState
 from common.rundir import RunDir, check_resumable
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table
+from launcher.resume import newest_good_checkpoint
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
 from training import heartbeat, sigterm
-from training.distributed.rank_env import RankInfo, read_rank, set_torchrun_variables
+from training.distributed.rank_env import RankInfo, clear_rank_variables, read_rank, set_torchrun_variables
 from training.system_samples import SystemSampler
 
 log = logging.getLogger("launch")
+_DECISION_LIMIT_S = 1800.0  # rank 0 reads the whole checkpoint once
 
 
 def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, built: build.Built | None = None) -> int:
     """Build the configuration on the machine that trains it, unless the launcher's own process did, and train it.
+
+    Rank 0 holds the run's lock from here on (common/run_lock.py).
 
     Args:
         folder: runs/NAME.
@@ -50,6 +56,8 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
     logs.log_to_file(attempt, where.rank)
     if "TORCH_NCCL_DUMP_ON_TIMEOUT" in os.environ:  # torch's flight recorder; watch/flight_recorder.py reads the files
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(attempt.absolute() / "nccl_trace_rank_"))
+    if where.rank == 0:
+        run_lock.acquire(folder.path, run_lock.RANK_0)
     with _recorded(folder, resolved, where):
         trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
         if not trains_here:
@@ -63,7 +71,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
             for line in built.lines:
                 log.log(logging.DEBUG if trains_here else logging.INFO, "%s", line)
         heartbeat.enter_phase(run_status.LOADING)
-        _start_or_resume(built, folder, where)
+        _start_or_resume(built, folder, attempt, where)
         if where.rank == 0:
             write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
@@ -93,19 +101,45 @@ def _check(plan: Plan, folder: RunDir) -> None:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 
-def _start_or_resume(built: build.Built, folder: RunDir, where: RankInfo) -> None:
-    """Continue from the newest complete checkpoint if there is one: `resume`, or a job that was started again."""
+def _start_or_resume(built: build.Built, folder: RunDir, attempt: Path, where: RankInfo) -> None:
+    """Continue from the newest good checkpoint if there is one: `resume`, or a job that was started again."""
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
             log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
     if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
         return
-    if folder.complete_checkpoints():
-        build.resume_from_newest(built, folder)
+    checkpoint = _agreed_checkpoint(folder, attempt / "resume-from", where)
+    if checkpoint is not None:
+        build.resume_from(built, folder, checkpoint)
     elif built.partial.resume.base:
         from launcher.base_model import start_from_base
 
         start_from_base(built.partial, folder, built.plan, write=where.rank == 0)
+
+
+def _agreed_checkpoint(folder: RunDir, decision: Path, where: RankInfo) -> Path | None:
+    """The checkpoint that all ranks continue from, or None: rank 0 checks its files and writes its name for the others.
+
+    Raises:
+        UserError: every checkpoint is damaged.
+        ProjectError: rank 0 wrote no decision in time.
+    """
+    if where.rank == 0:
+        found = newest_good_checkpoint(folder)
+        write_atomic(decision, f"{where.restarts} {found.name if found else ''}\n")
+        return found
+    end = time.monotonic() + _DECISION_LIMIT_S
+    while time.monotonic() < end:
+        words = decision.read_text().split() if decision.is_file() else []
+        if words[:1] == [str(where.restarts)]:
+            return folder.checkpoints / words[1] if len(words) > 1 else None
+        time.sleep(0.2)
+    raise ProjectError(
+        "rank 0 has not said which checkpoint the run continues from",
+        expected=f"{decision} within {_DECISION_LIMIT_S:.0f} s",
+        found="no such file",
+        do="look at rank 0's log, and whether all nodes see the same run directory",
+    )
 
 
 def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> int:
@@ -121,13 +155,9 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
     from training.interrupt import Interrupted
 
     attempt = folder.attempt(spec.attempt)
-
-    def record_failure(text: str) -> None:
-        heartbeat.end(RankState(rank=where.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text), attempt)
-
     record_run_facts(build.to_yaml(built.partial), data_records.manifests(built.partial))
     try:
-        with explain_failed_collectives(record_failure):
+        with explain_failed_collectives(heartbeat.record_failure):
             run.run(built.partial, direct=True)
     except Interrupted:
         return _stopped(folder, spec, where, together=True)
@@ -202,10 +232,14 @@ def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:
     Raises:
         UserError: torchrun, mpirun or srun started another number of ranks than the run was written for.
     """
+    spec = folder.spec()
     for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
         os.environ.setdefault(row["key"], row["value"])
-    resolved = resolve(folder.spec())
+    resolved = resolve(spec)
     plan = resolved.plan
+    if spec.executor == "direct":
+        clear_rank_variables(os.environ)
+        return resolved, RankInfo()
     where = read_rank(os.environ, plan.devices)
     if where.world_size != plan.world_size:
         raise UserError(
@@ -218,20 +252,24 @@ def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:
     return resolved, where
 
 
+def _stop_without_starter(pid: int) -> None:
+    log.warning("process %d, which started this rank, is gone: saving and stopping", pid)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(argv: list[str]) -> int:
     """One rank from start to end.
 
     Returns:
         its exit code.
     """
-    signal.signal(
-        signal.SIGUSR1, signal.default_int_handler
-    )  # mpirun forwards Ctrl-C as SIGUSR1; before training it ends the rank
+    processes.interrupt_on_stop_signals()
     folder = RunDir.at(argv[0])
     try:
         if folder.spec().executor == "slurm":
             sigterm.block()
         resolved, where = _set_up_rank(folder)
+        processes.watch(processes.starters(), _stop_without_starter)
         logs.log_to_console(where.rank, folder.attempt(resolved.spec.attempt + where.restarts) / "console.log")
         return train(folder, resolved, where)
     except ProjectError as error:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint_files import find_damage, has_list, total_bytes
 from common.errors import UserError
 from common.rundir import RunDir
 from data.manifest import FILE_NAME, load_manifest
 from data.resolve_blend import resolve_run_blend
 from recipes.plan import Plan
+
+log = logging.getLogger("launch")
 
 # A change here would load other weights, or silently train on other samples than the first attempt meant.
 FIXED = {
@@ -47,6 +52,38 @@ _FREE_IN_FIXED = (
     "model.config.recompute_",
     "model.config.deallocate_pipeline_outputs",
 )
+
+
+def newest_good_checkpoint(run: RunDir) -> Path | None:
+    """The newest complete checkpoint whose files are as they were saved; None if the run has no checkpoint.
+
+    A damaged one is renamed to damaged-step-N, with the reason in a file `damage.txt`, so that the one before is used.
+
+    Raises:
+        UserError: every checkpoint is damaged.
+    """
+    damaged = []
+    for checkpoint in reversed(run.complete_checkpoints()):
+        start = time.monotonic()
+        if not has_list(checkpoint):
+            log.info("resume: %s has no list of checksums, its files are not checked", checkpoint)
+            return checkpoint
+        if not (problems := find_damage(checkpoint)):
+            size = total_bytes(checkpoint) / 2**30
+            log.info(
+                "resume: the files of %s are as saved (%.2f GiB, %.1f s)", checkpoint, size, time.monotonic() - start
+            )
+            return checkpoint
+        damaged.append(run.set_aside_damaged(checkpoint, problems))
+        log.warning("resume: %s is damaged and set aside as %s: %s", checkpoint, damaged[-1].name, "; ".join(problems))
+    if damaged:
+        raise UserError(
+            f"every checkpoint of {run.path} is damaged",
+            expected="files as they were when the checkpoint was saved",
+            found=", ".join(str(folder) for folder in damaged) + " (damage.txt says how)",
+            do="bring a checkpoint back from a copy as step-N, or start a new run with --name",
+        )
+    return None
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.files import file_sha256
 from data.manifest import FILE_NAME, SPLITS
 from report.read import at
 
@@ -81,11 +81,7 @@ def _compare_manifest(name: str, path: Path, manifest: Any, checked: CorpusCheck
 
 
 def _compare_hash(name: str, path: Path, expected: str, checked: CorpusCheck) -> None:
-    with path.open("rb") as stream:
-        digest = hashlib.sha256()
-        while block := stream.read(1 << 20):
-            digest.update(block)
-    found = digest.hexdigest()
+    found = file_sha256(path)
     if found != expected:
         checked.differences.append(f"{name}/{path.name}: {found[:12]} instead of {expected[:12]}")
     else:

@@ -2,7 +2,9 @@
 
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
+import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,13 @@ import lightning.pytorch as pl
 import torch
 from nemo import lightning as nl
 from nemo.utils.get_rank import is_global_rank_zero
+from torch.distributed.checkpoint import FileSystemReader
 
-from common.rundir import RunDir
+from common.checkpoint_files import record_files
+from common.rundir import RunDir, checkpoint_step
+from training.checkpoint_writer import CheckpointError
+
+log = logging.getLogger("launch")
 
 
 class StepCheckpoint(nl.ModelCheckpoint):
@@ -25,6 +32,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
     Args:
         every_n_train_steps: steps between two saves. The last step of a run is always saved.
         keep_last: how many of the newest complete checkpoints to keep.
+        keep_every_n_steps: keep for good the checkpoints whose step is a multiple of this number.
         keep_best: a validation domain. Of the checkpoints saved at a validated step, the one with the lowest loss on
             this domain is kept too.
         dirpath: the folder of the checkpoints. The launcher sets it.
@@ -36,6 +44,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
         every_n_train_steps: int = 500,
         keep_last: int = 2,
         keep_best: Optional[str] = None,
+        keep_every_n_steps: Optional[int] = None,
         dirpath: Optional[str] = None,
         run_dir: Optional[str] = None,
     ) -> None:
@@ -50,7 +59,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
             dirpath=dirpath,
             filename="step-{step}",
         )
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.run = RunDir.at(run_dir) if run_dir else None
         self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # (step, loss by domain), set by the validation
 
@@ -65,31 +74,59 @@ class StepCheckpoint(nl.ModelCheckpoint):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
         super().on_train_end(trainer, pl_module)
 
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Finish a save that is under way. Several ranks cannot: one of them may be the reason."""
+        if trainer.world_size == 1 and not isinstance(exception, (KeyboardInterrupt, CheckpointError)):
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self._wait_for_pending(trainer)
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        """Save, after the save before has ended: each holds a copy of weights and optimizer state in host memory."""
+        if _pending_saves(trainer):
+            log.warning("checkpoint: the save before step %d is still being written; waiting", trainer.global_step)
+            self._wait_for_pending(trainer)
+        super()._save_checkpoint(trainer, filepath)
+
+    def _wait_for_pending(self, trainer: pl.Trainer) -> None:
+        if _pending_saves(trainer):
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
+
     def _get_finalize_save_checkpoint_callback(
         self, trainer: pl.Trainer, filepath: str, global_step: int
     ) -> Callable[[], None]:
         finalize = super()._get_finalize_save_checkpoint_callback(trainer, filepath, global_step)
         step, losses = self.domain_losses
         loss = losses.get(self.keep_best) if self.keep_best and step == trainer.global_step else None
+        saved = Path(str(filepath).removesuffix(".ckpt"))
 
         def finalize_and_retain() -> None:
+            """Complete the files, then let NeMo remove the marker of an unfinished checkpoint, then delete others."""
+            if is_global_rank_zero():
+                check_written(saved)
+                if self.run:
+                    self._add_run_files(self.run, saved, loss)
+                record_files(saved)
             finalize()
             if self.run and is_global_rank_zero():
-                self._retain(self.run, Path(str(filepath).removesuffix(".ckpt")), loss)
+                self._retain(self.run)
 
         return finalize_and_retain
 
-    def _retain(self, run: RunDir, saved: Path, loss: float | None) -> None:
-        """Copy the run's configuration into the new checkpoint, then delete the checkpoints that need not stay."""
+    def _add_run_files(self, run: RunDir, saved: Path, loss: float | None) -> None:
+        """Copy the run's configuration into the new checkpoint, and its loss on the domain `keep_best`."""
         (saved / "run").mkdir(exist_ok=True)
         for path in (run.config, run.env, run.command, run.version):
             if path.exists():
                 shutil.copy(path, saved / "run")
         if loss is not None:
             (saved / "run" / "best.json").write_text(json.dumps({"domain": self.keep_best, "loss": loss}))
+
+    def _retain(self, run: RunDir) -> None:
+        """Delete the checkpoints that need not stay."""
         checkpoints = run.complete_checkpoints()
-        best = self._best(checkpoints)
+        best, every = self._best(checkpoints), self.keep_every_n_steps
         keep = {*checkpoints[-self.keep_last :], *([best] if best else [])}
+        keep |= {folder for folder in checkpoints if every and checkpoint_step(folder) % every == 0}
         for old in set(checkpoints) - keep:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -101,3 +138,29 @@ class StepCheckpoint(nl.ModelCheckpoint):
             if self.keep_best and file.exists() and (row := json.loads(file.read_text()))["domain"] == self.keep_best:
                 losses[folder] = row["loss"]
         return min(losses, key=lambda folder: losses[folder]) if losses else None
+
+
+def _pending_saves(trainer: pl.Trainer) -> int:
+    calls = getattr(trainer.strategy.checkpoint_io, "async_calls_queue", None)
+    return int(calls.get_num_unfinalized_calls()) if calls is not None else 0
+
+
+def check_written(checkpoint: Path) -> None:
+    """Check that every file which the checkpoint's metadata name exists with all its bytes.
+
+    Raises:
+        CheckpointError: one is missing or too short.
+    """
+    weights = checkpoint / "weights"
+    ends: dict[str, int] = {}
+    for stored in FileSystemReader(weights).read_metadata().storage_data.values():
+        ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
+    for name, end in ends.items():
+        size = (weights / name).stat().st_size if (weights / name).is_file() else None
+        if size is None or size < end:
+            raise CheckpointError(
+                f"{checkpoint.name} is not complete",
+                expected=f"weights/{name} with {end:,} bytes",
+                found="no such file" if size is None else f"{size:,} bytes",
+                do="look at the disk and at the ranks' logs, then continue from the checkpoint before it",
+            )

@@ -15,9 +15,11 @@ import numpy
 
 def apply() -> None:
     """Apply all workarounds. A second call changes nothing."""
+    from training import checkpoint_writer
+
     restore_numpy_product()
     keep_mcore_data()
-    hold_copies_until_written()
+    checkpoint_writer.install()
     fix_virtual_stages()
     reduce_gloo_buckets_one_by_one()
 
@@ -59,39 +61,6 @@ def _with_all_attributes(finish: Callable[..., None]) -> Callable[..., None]:
             part.replace(path)
 
     return finish_with_all_attributes
-
-
-def hold_copies_until_written() -> None:
-    """Hold the copies of the weights until the background process has written them to the checkpoint.
-
-    Megatron copies the weights to page-locked memory and forks a process that writes them to the disk. Page-locked
-    memory is shared with that process, not copied on write. megatron-core 0.12 and 0.13 release the copies at once, and
-    torch gives their memory to the next allocation: another checkpoint, or a batch. The file is then complete, readable
-    and wrong: with two saves 3 s apart, step 40 had the weights of step 60. Later versions of Megatron hold the copies
-    too (its pull request 2288).
-    """
-    from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
-
-    if hasattr(TemporalAsyncCaller.close, "__wrapped__"):
-        return
-    schedule, close = TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close
-
-    @functools.wraps(schedule)
-    def schedule_and_hold(self: Any, async_req: Any) -> None:
-        copy = async_req.preload_fn
-
-        def copy_and_hold() -> Any:
-            self.copies = copy()
-            return self.copies
-
-        schedule(self, async_req._replace(preload_fn=copy and copy_and_hold))
-
-    @functools.wraps(close)
-    def close_and_release(self: Any, *args: Any, **kwargs: Any) -> None:
-        close(self, *args, **kwargs)  # waits for the writer
-        self.copies = None
-
-    TemporalAsyncCaller.schedule_async_call, TemporalAsyncCaller.close = schedule_and_hold, close_and_release
 
 
 def fix_virtual_stages() -> None:

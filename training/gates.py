@@ -17,6 +17,7 @@ from common.rundir import RunDir
 from data.tokenizer import fingerprint
 from training import step0
 from training.global_totals import count_parameters
+from training.resumed_loss import check_resumed_loss
 
 log = logging.getLogger("launch")
 
@@ -35,6 +36,7 @@ class TruthGates(pl.Callback):
 
     def __init__(self, run_dir: Optional[str] = None) -> None:
         self.run = RunDir.at(run_dir) if run_dir else None
+        self._resumed_at: Optional[int] = None  # until the first step after it
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data = trainer.datamodule
@@ -58,6 +60,16 @@ class TruthGates(pl.Callback):
             _write_facts(self.run, trainer.datamodule, pl_module.config, parameters, self.mask_share)
         if trainer.global_step == 0 and self.run.base.exists():
             step0.check_step0(trainer, json.loads(self.run.base.read_text())["source"], self.run)
+        self._resumed_at = trainer.global_step or None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Compare the first loss of a resumed run with the last ones before (reads it from the GPU, once)."""
+        start, self._resumed_at = self._resumed_at, None
+        metrics = trainer.callback_metrics
+        if start is not None and self.run is not None and trainer.is_global_zero and "reduced_train_loss" in metrics:
+            norm = metrics.get("grad_norm")
+            loss = float(metrics["reduced_train_loss"])
+            check_resumed_loss(self.run, start, loss, None if norm is None else float(norm))
 
 
 def _write_facts(run: RunDir, data: Any, config: Any, parameters: int, mask_share: float) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common import rank_states, run_status
+from common.errors import EXIT_RUN
 from common.rank_states import RankState
 from common.run_status import Ending, RunStatus
 from common.rundir import RunDir
@@ -121,6 +122,12 @@ def record_metrics(row: dict[str, Any]) -> None:
     """Take the loss and the rates from a training row of metrics.jsonl."""
     if "loss" in row:
         record(**{name: row.get(name) for name in ("loss", "lr", "step_seconds", "tokens_per_second")})
+
+
+def record_failure(text: str) -> None:
+    """Record that this rank failed, where the process ends without an exception."""
+    if _current is not None:
+        _current.end(RankState(rank=_current.rank, state=rank_states.FAILED, exit_code=EXIT_RUN, error=text))
 
 
 def end(state: RankState, logs: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C, or a scheduler's SIGTERM: finish the step, save a checkpoint, stop. A second signal stops at once."""
+"""Ctrl-C, SIGTERM or SIGHUP: finish the step, save a checkpoint, stop. A second Ctrl-C stops at once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from common.processes import STOP_SIGNALS
 from training import sigterm
 from training.async_read import AsyncRead
 from training.global_totals import sum_over_ranks
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # mpirun passes SIGUSR1 on to its ranks
+_CTRL_C = (signal.SIGINT, signal.SIGUSR1)  # mpirun passes Ctrl-C on to its ranks as SIGUSR1
 log = logging.getLogger("launch")
 
 
@@ -24,7 +25,10 @@ class Interrupted(Exception):  # noqa: N818 - it is an outcome, not an error
 
 
 class StopOnInterrupt(pl.Callback):
-    """Ends training after the current step, with a checkpoint, when SIGINT or SIGTERM arrives.
+    """Ends training after the current step, with a checkpoint, when a signal asks for it.
+
+    A closing terminal can send SIGHUP twice, and a scheduler SIGTERM: only a second Ctrl-C gives the checkpoint up. The
+    signals are handled until the last checkpoint is written, not only until the last step.
 
     All ranks stop after the same step. On several GPUs that is one step later: reading the ranks' requests of the
     current step would make the host wait for the GPU in every step.
@@ -32,6 +36,8 @@ class StopOnInterrupt(pl.Callback):
 
     def __init__(self) -> None:
         self.stop_requested = False
+        self._ended = False  # the last step is done
+        self._ctrl_c = 0
         self._requests: AsyncRead | None = None
         self._main_process = os.getpid()
         self._previous_handlers: dict[signal.Signals, Any] = {}
@@ -41,16 +47,21 @@ class StopOnInterrupt(pl.Callback):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.stop_requested:
+        self._ctrl_c += number in _CTRL_C
+        if self._ctrl_c > 1:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
-        self.stop_requested = True
-        name = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
-        log.warning("%s: finishing this step and saving; a second one stops at once", name)
+        name = "Ctrl-C" if number in _CTRL_C else signal.Signals(number).name
+        if self._ended:
+            log.warning("%s: the last checkpoint is being saved; a Ctrl-C now stops at once", name)
+        elif not self.stop_requested:
+            log.warning("%s: finishing this step and saving; a Ctrl-C now stops at once", name)
+            self.stop_requested = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._main_process = os.getpid()
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in heard}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self.stop_requested and sigterm.is_pending():
@@ -80,6 +91,10 @@ class StopOnInterrupt(pl.Callback):
         self._previous_handlers = {}
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._ended = True
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """All checkpoints are written: what follows may be interrupted."""
         self._restore_handlers()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -10,7 +10,7 @@ from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
 
-from training import compat, cpu
+from training import compat, cpu, sigterm
 from training.interrupt import Interrupted, StopOnInterrupt
 from training.speed import Speed
 from training.status_callback import StatusCallback
@@ -43,8 +43,11 @@ def pretrain(
         speed.before_build(model)
         trainer.callbacks.append(speed)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
-    with cpu.emulate_cuda() if on_cpu else contextlib.nullcontext():
-        folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    try:
+        with cpu.emulate_cuda() if on_cpu else contextlib.nullcontext():
+            folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    finally:
+        sigterm.kill_children()
     if any(isinstance(callback, StopOnInterrupt) and callback.stop_requested for callback in trainer.callbacks):
         raise Interrupted
     return folder

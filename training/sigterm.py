@@ -1,15 +1,19 @@
-"""Keeps Slurm's SIGTERM away from data workers and checkpoint writers until the rank has saved.
+"""Keeps signals that ask a rank to stop away from its child processes until the rank has saved.
 
-Slurm sends SIGTERM to every process of a job at once. A blocked signal stays pending, and child processes inherit the
-mask: the rank looks for the signal at the end of each step, saves and stops, while all its child processes live.
-A handler would not do: a data worker that is killed in mid-step fails the run before it can save. Nothing heavy is
-imported here, because threads that start before `block` do not inherit the mask.
+`timeout`, a closing terminal, a container's stop and Slurm send their signal to every process of a run at once. A data
+worker that is killed in mid-step fails the run before it can save, so child processes ignore these signals
+(common/processes.py) and end with their rank.
+
+Slurm's SIGTERM can come while such a process is being started. A blocked signal stays pending, and child processes
+inherit the mask: the rank looks for the signal at the end of each step, saves and stops, while all its child processes
+live. Nothing heavy is imported here, because threads that start before `block` do not inherit the mask.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 
 _SIGTERM = {signal.SIGTERM}
 
@@ -25,10 +29,12 @@ def is_pending() -> bool:
 
 
 def kill_children() -> None:
-    """Kill daemonic child processes if SIGTERM is blocked.
+    """Kill all child processes that multiprocessing knows.
 
-    At exit Python ends them with SIGTERM, which they have blocked as well, and would wait for them for ever.
+    At exit Python ends daemonic ones with SIGTERM, which they ignore, and would wait for them for ever.
     """
-    if _SIGTERM & signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-        for child in multiprocessing.active_children():
-            child.kill()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error there for a data worker that was killed
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join()

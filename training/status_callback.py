@@ -1,4 +1,4 @@
-"""Tells the heartbeat which step and which phase the training is in."""
+"""Tells the heartbeat and the hang watch which step and which phase the training is in."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ import lightning.pytorch as pl
 
 from common import run_status
 from training import heartbeat
+from training.hang_watch import HangWatch
 
 
 class StatusCallback(pl.Callback):
-    """Sets phase and step in memory at the borders of a step; reads nothing from the device."""
+    """Sets phase and step in memory at the borders of a step; reads nothing from the device. Comes last of all."""
+
+    def __init__(self) -> None:
+        self._hang = HangWatch(heartbeat.record_failure)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         heartbeat.record(step=trainer.global_step, max_steps=trainer.max_steps)
+        self._hang.start()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         heartbeat.enter_phase(run_status.TRAINING)
+        self._hang.begin_step()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._hang.end_step()
         heartbeat.record(step=trainer.global_step, step_time=time.time())
 
     def on_save_checkpoint(self, *_: Any) -> None:

@@ -7,12 +7,12 @@ complete when an interrupted merge continues.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from common.files import file_sha256
 from data.indexed import DTYPE_CODES, HEADER, MAGIC
 from data.manifest import SplitFacts
 from data.prepare.shard import DOC_RECORD, shard_path
@@ -74,15 +74,6 @@ def first_occurrences(docs: list[Any]) -> Keep:
             mask[rows] = ~again[start : start + len(rows)]
             start += len(rows)
     return keep
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(COPY_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_docs(work: Path, index: int, split: str) -> Any:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.files import file_sha256
 from data.prepare.encode import Encoder
 from data.prepare.input_files import Shard, Source
-from data.prepare.merge import file_sha256
 from data.prepare.shard import ShardSpec, run_shard
 
 _worker: dict[str, Any] = {}  # of a worker process, filled when it starts

@@ -57,8 +57,8 @@ def _job(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     many = {"completionMode": "Indexed", "completions": job.num_nodes, "parallelism": job.num_nodes}
     one = {"completions": 1, "parallelism": 1}
     template = {"metadata": {"labels": {"job-of": kubernetes_name(job)}}, "spec": _pod(job, cluster, k8s)}
-    # no retries: a failed rank would fail again, and the others cannot continue without it
-    return {**(many if job.num_nodes > 1 else one), "backoffLimit": 0, "template": template}
+    retries = job.resolved.spec.retries if job.resolved else 0  # a pod that starts again resumes by itself
+    return {**(many if job.num_nodes > 1 else one), "backoffLimit": retries, "template": template}
 
 
 def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:

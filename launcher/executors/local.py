@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from common import logs, rank_states
+from common import logs, processes, rank_states
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
@@ -38,6 +38,7 @@ def submit(job: Job) -> int:
     log.info("resume:    %s", job.resume_command)
     with Follower(job.logs / "console.log"), ForwardSignals(lambda count: _signal_ranks(job, count)):
         _run_torchrun(job)
+        rank_states.wait_until_ended(job.logs)
     return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job))
 
 
@@ -52,6 +53,7 @@ def _prepare_environment(job: Job) -> list[str]:
     os.environ["PATH"] = os.pathsep.join(path)  # NeMo-Run starts `torchrun` by name, also without an active venv
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's --local-addr: this host's name may not resolve
+    processes.name_launcher()
     if "OMP_NUM_THREADS" in os.environ:
         return []
     threads = max(1, (os.cpu_count() or 1) // job.devices)

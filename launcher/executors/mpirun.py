@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import rank_states
+from common import processes, rank_states
 from common.errors import PreflightError, UserError
 from launcher.executors import Job
 from launcher.executors.follow import Follower
@@ -57,6 +57,7 @@ def submit(job: Job) -> int:
         # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
         with ForwardSignals(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
             ranks.wait()
+            rank_states.wait_until_ended(job.logs)
     return rank_states.log_outcome(job.logs, job.world_size, own)
 
 
@@ -76,7 +77,7 @@ def _command(job: Job, program: str) -> list[str]:
 
 def _exported_names(job: Job) -> list[str]:
     """Names of the variables that mpirun exports to the ranks of all hosts."""
-    return sorted({*job.env, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"})
+    return sorted({*job.env, processes.LAUNCHER_PROCESS, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"})
 
 
 def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
@@ -90,6 +91,7 @@ def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
     os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
     os.environ["MASTER_PORT"] = port or str(rank_env.find_free_port())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    processes.name_launcher()
     threads = max(1, (os.cpu_count() or 1) // job.devices)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     where = "yours" if port else "the first free port here" + (f"; not checked on {hosts[0]}" if hosts else "")

@@ -1,4 +1,4 @@
-"""Forward Ctrl-C and SIGTERM from the launcher to the ranks of its run."""
+"""Forward Ctrl-C, SIGTERM and SIGHUP from the launcher to the ranks of its run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import FrameType
 
 
 class ForwardSignals:
-    """Inside this block both signals go to the ranks, and the launcher continues until the ranks have ended.
+    """Inside this block these signals go to the ranks, and the launcher continues until the ranks have ended.
 
     Args:
-        send: called with the number of signals so far: 1 asks the ranks to save and stop, 2 to stop at once, 3 or more
-            kills them.
+        send: called with 1, which asks the ranks to save and stop, and at a further Ctrl-C with 2, to stop at once, and
+            then with more, which kills them. A closing terminal can send SIGHUP twice, which means nothing new.
     """
 
     def __init__(self, send: Callable[[int], None]) -> None:
@@ -22,12 +22,19 @@ class ForwardSignals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._forward) for number in _heard()}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._count += 1
-        self._send(self._count)
+        if self._count == 0 or number == signal.SIGINT:
+            self._count += 1
+            self._send(self._count)
+
+
+def _heard() -> list[signal.Signals]:
+    """SIGHUP stays ignored where it is: under nohup."""
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

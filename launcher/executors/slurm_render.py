@@ -46,6 +46,7 @@ def render(job: Job, cluster: Cluster, logs: str) -> str:
         environment=rank_environment(job, cluster),
         code=str(_CODE) if other_folder else None,
         requeue=cluster.slurm.requeue,
+        retries=job.resolved.spec.retries if job.resolved else 0,
         attempts=f"{job.folder.path}/logs/attempt-",
         first_attempt=int(job.logs.name.rsplit("-", 1)[-1]),
         logs=logs,

@@ -88,44 +88,6 @@ def test_a_checkpoint_without_te_restores_with_te(sample: Path, forked: Callable
     assert forked(_resume_with_extra_state, sample, True) == 4
 
 
-def _copies_while_written(compatible: bool) -> list[bool]:
-    """Is there still what a background writer writes: while it does, and after it has ended?"""
-    import weakref
-    from multiprocessing import get_context
-
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
-    from torch import distributed
-
-    from training import compat
-
-    if compatible:
-        compat.hold_copies_until_written()
-        compat.hold_copies_until_written()
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    torch.cuda.synchronize = lambda device=None: None
-    may_end, copies = get_context("fork").Event(), []
-
-    def copy() -> torch.Tensor:
-        copied = torch.ones(3)
-        copies.append(weakref.ref(copied))
-        return copied
-
-    def write(_: object, copied: torch.Tensor) -> None:
-        may_end.wait(60)
-
-    caller = TemporalAsyncCaller()
-    caller.schedule_async_call(AsyncRequest(write, (None, None), [], preload_fn=copy))
-    found = [copies[0]() is not None]
-    may_end.set()
-    caller.close()
-    return [*found, copies[0]() is not None]
-
-
-def test_what_is_being_written_stays(forked: Callable[..., Any]) -> None:
-    assert forked(_copies_while_written, False) == [False, False]
-    assert forked(_copies_while_written, True) == [True, False]
-
-
 def _gloo_without_coalescing() -> tuple[str, float]:
     from megatron.core.distributed import param_and_grad_buffer as buffers
     from torch import distributed

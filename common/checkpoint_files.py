@@ -1,0 +1,74 @@
+"""The files of a checkpoint with their sizes and checksums: recorded when it is saved, checked before it is used."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from common.files import file_sha256, write_atomic
+from common.json_files import read_json_object
+
+LIST = Path("run") / "files.json"
+SIDECAR = ".sha256"  # beside a file that is still to be listed: its checksum, taken while it was written
+
+
+def record_files(checkpoint: Path) -> None:
+    """List every file of the checkpoint with size and SHA-256, then remove the sidecar files of its writers."""
+    sidecars = {path.with_suffix(""): path for path in checkpoint.rglob(f"*{SIDECAR}")}
+    files = {}
+    for path in _files(checkpoint):
+        checksum = sidecars[path].read_text() if path in sidecars else file_sha256(path)
+        files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": checksum}
+    write_atomic(checkpoint / LIST, json.dumps(files, indent=1) + "\n")
+    for path in sidecars.values():
+        path.unlink()
+
+
+def find_damage(checkpoint: Path, *, checksums: bool = True) -> list[str]:
+    """Compare the checkpoint's files with their list.
+
+    Args:
+        checksums: read every file (about a second per GiB and core). Otherwise only sizes are compared.
+
+    Returns:
+        a line per file that is missing or differs; none if all are as they were saved, or if the checkpoint has no list
+        (`has_list`).
+    """
+    listed = read_json_object(checkpoint / LIST)
+    if listed is None:
+        return [f"{LIST} cannot be read"] if (checkpoint / LIST).exists() else []
+    problems = []
+    for name, row in listed.items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            problems.append(f"{name} is missing")
+        elif size != row["bytes"]:
+            problems.append(f"{name} has {size:,} bytes and was saved with {row['bytes']:,}")
+    if problems or not checksums:
+        return problems
+    with ThreadPoolExecutor(4) as pool:  # hashlib releases the interpreter's lock
+        found = dict(zip(listed, pool.map(lambda name: file_sha256(checkpoint / name), listed), strict=True))
+    return [
+        f"{name} has other content than when it was saved (SHA-256 {found[name][:12]}, was {row['sha256'][:12]})"
+        for name, row in listed.items()
+        if found[name] != row["sha256"]
+    ]
+
+
+def has_list(checkpoint: Path) -> bool:
+    """Whether the checkpoint's files were listed; checkpoints of earlier versions and imported ones have no list."""
+    return (checkpoint / LIST).exists()
+
+
+def total_bytes(checkpoint: Path) -> int:
+    """Size of all files of a checkpoint in bytes."""
+    return sum(path.stat().st_size for path in _files(checkpoint))
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.suffix != SIDECAR and path != checkpoint / LIST:
+            yield path

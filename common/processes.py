@@ -1,0 +1,95 @@
+"""Signals that ask to stop, and other processes: are they alive, and what happens to one whose parent is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LAUNCHER_PROCESS = "LAUNCHER_PROCESS"  # environment variable of a rank: HOST:PID of the launcher that waits for it
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # mpirun passes on SIGUSR1 for Ctrl-C
+
+
+def ignore_stop_signals(*_: object) -> None:
+    """Ignore the signals that ask to stop. To be called first in a child process (a `worker_init_fn` too)."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def interrupt_on_stop_signals() -> None:
+    """Have each signal that asks to stop raise KeyboardInterrupt; one that is ignored stays so (nohup)."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+
+
+def name_launcher() -> None:
+    """Name this process in the environment as the launcher that waits for the ranks which it starts."""
+    os.environ[LAUNCHER_PROCESS] = f"{socket.gethostname()}:{os.getpid()}"
+
+
+def starters() -> list[int]:
+    """The processes without which nobody watches this rank: torchrun, mpirun or srun's, and the launcher if it is here.
+
+    The first process of a container has no parent to watch.
+    """
+    host, _, pid = os.environ.get(LAUNCHER_PROCESS, "").rpartition(":")
+    launcher = [int(pid)] if host == socket.gethostname() else []
+    return [*([os.getppid()] if os.getppid() > 1 else []), *launcher]
+
+
+def watch(pids: Sequence[int], on_gone: Callable[[int], None]) -> None:
+    """Start a thread that calls `on_gone` with the process id of the first of these processes that ends."""
+
+    def wait() -> None:
+        while True:
+            for pid in pids:
+                if not is_alive(pid):
+                    return on_gone(pid)
+            time.sleep(1.0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends.
+
+    To be called first in a child process.
+
+    Args:
+        parent: process id of the parent, which may be gone already.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process with this id exists on this machine and has not ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's process
+        return True
+    try:  # a process that has ended stays as a zombie until its parent asks for its exit code
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as multiprocessing and subprocess give it: a negative one is a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"{name} (the kernel's out-of-memory killer sends it)" if -code == signal.SIGKILL else name

@@ -1,0 +1,94 @@
+"""Start a failed run again from its newest checkpoint, as long as that can help."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from dataclasses import dataclass, field
+
+from common.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, EXIT_USER
+from common.run_status import Ending, RunStatus, read_status
+from common.rundir import RunDir
+from common.spec import RunSpec
+from launcher.executor_table import EXECUTORS
+
+OUT_OF_MEMORY = "cuda_oom"  # a name of watch/known_failures.py
+_MICRO_BATCH = "data.micro_batch_size"
+log = logging.getLogger("launch")
+
+
+@dataclass
+class Retries:
+    """Decides after each attempt whether there is another one.
+
+    Args:
+        most: attempts after the first one.
+        wait_s: seconds before each of them.
+        environment: the variables before the first attempt; every attempt starts from them.
+    """
+
+    most: int
+    wait_s: float
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    _started: int = 0
+    _last: tuple[str, int] | None = None  # cause and step of the last failure
+
+    def next_spec(self, folder: RunDir, code: int) -> RunSpec | None:
+        """What to start next; None ends the run with its exit code.
+
+        Waits, and restores the environment. The spec resumes from the newest checkpoint; without one the run starts
+        from the beginning, in the same run directory.
+        """
+        if code in (0, EXIT_USER, EXIT_PREFLIGHT, EXIT_INTERRUPTED) or not self.most:
+            return None
+        status = read_status(folder.status) or RunStatus()
+        ending = status.ending or Ending()
+        spec = folder.spec()
+        if EXECUTORS[spec.executor or "direct"].on_cluster:
+            return None  # Slurm's requeue and the backoff limit of a Kubernetes Job do it
+        if self._started >= self.most:
+            log.error("retry: none is left of %d", self.most)
+            return None
+        if ending.cause == OUT_OF_MEMORY:
+            smaller = self._with_smaller_batch(spec)
+            if smaller is None:
+                return None
+            spec = smaller
+        elif reason := self._reason_to_stop(ending, status.step):
+            log.error("retry: not tried: %s", reason)
+            return None
+        self._last = (ending.cause or ending.summary, status.step)
+        self._started += 1
+        checkpoints = folder.complete_checkpoints()
+        where = f"from {checkpoints[-1].name}" if checkpoints else "from the beginning: there is no checkpoint"
+        log.warning(
+            "retry %d of %d in %g s: %s (failed at step %d: %s)",
+            *(self._started, self.most, self.wait_s, where, status.step, ending.summary or f"exit code {code}"),
+        )
+        time.sleep(self.wait_s)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        return dataclasses.replace(spec, name=folder.name, resume=bool(checkpoints))
+
+    def _reason_to_stop(self, ending: Ending, step: int) -> str:
+        """Why another attempt would not help, or an empty text."""
+        if ending.can_retry is False:
+            return f"{ending.summary}: the same would happen again"
+        if self._last == (ending.cause or ending.summary, step):
+            return f"failed twice at step {step} for the same reason: {ending.summary}"
+        return ""
+
+    def _with_smaller_batch(self, spec: RunSpec) -> RunSpec | None:
+        """The spec with half the micro batch and the same global batch, so that the training stays the same."""
+        from recipes.resolve import resolve
+
+        before = resolve(spec).plan.micro_batch_size
+        if before < 2:
+            log.error("retry: not tried: out of memory with a micro batch of 1")
+            return None
+        after = before // 2
+        kept = tuple(word for word in spec.overrides if word.partition("=")[0] != _MICRO_BATCH)
+        log.warning("retry: out of memory: micro batch %d -> %d, the global batch stays", before, after)
+        return dataclasses.replace(spec, overrides=(*kept, f"{_MICRO_BATCH}={after}"))
