@@ -15,6 +15,7 @@ except ModuleNotFoundError:
 from common.options import options_from
 from data.prepare.request import PrepareRequest
 from launcher.command_help import GroupedHelp
+from launcher.requests import ResumeRequest, TrainRequest
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 BEFORE, TRAIN, WATCH, AFTERWARDS = "Before training", "Train", "While it runs", "Afterwards"
@@ -51,133 +52,23 @@ def main(
 
 
 @app.command(name="train", rich_help_panel=TRAIN)
-def train(
-    recipe: Annotated[
-        Optional[str], typer.Option(metavar="NAME", help="From `recipes`, or FILE.py:function (--recipe qwen25_tiny).")
-    ] = None,
-    overrides: Annotated[
-        Optional[list[str]],
-        typer.Argument(metavar="[PATH=VALUE]...", help="Numbers of the recipe to change (trainer.max_steps=200)."),
-    ] = None,
-    config: Annotated[
-        Optional[Path], typer.Option(metavar="FILE", help="A run described in YAML; what is given beside it wins.")
-    ] = None,
-    name: Annotated[
-        Optional[str], typer.Option(metavar="RUN", help="Run directory runs/RUN; default: the recipe's name, numbered.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest complete checkpoint of the run.")
-    ] = False,
-    dryrun: Annotated[
-        bool, typer.Option("--dryrun", help="Check, and print the configuration as YAML; train nothing.")
-    ] = False,
-    write: Annotated[
-        bool, typer.Option("--write", help="With --dryrun: keep runs/RUN, to start it by other means.")
-    ] = False,
-    runs: Annotated[
-        Optional[str], typer.Option(metavar="DIR", help="Folder of the run directories; default: runs.")
-    ] = None,
-    no_gates: Annotated[
-        bool, typer.Option("--no-gates", help="Leave the truth gates out (docs/truth.md); the passport says so.")
-    ] = False,
-    devices: Annotated[
-        Optional[int], typer.Option(metavar="N", help="Ranks per node; default: the recipe's (--devices 2).")
-    ] = None,
-    nodes: Annotated[Optional[int], typer.Option(metavar="N", help="Nodes; default: the recipe's (--nodes 2).")] = None,
-    profile: Annotated[
-        Optional[str],
-        typer.Option(help="Learning rate and schedule: gentle, strong, polish or wsd; default: the recipe's."),
-    ] = None,
-    tokens: Annotated[
-        Optional[str], typer.Option(metavar="N", help="Length in tokens (--tokens 2B); default: the recipe's steps.")
-    ] = None,
-    epochs: Annotated[
-        Optional[float], typer.Option(metavar="N", help="Length in readings of the new corpora (--epochs 1).")
-    ] = None,
-    tokens_per_step: Annotated[
-        Optional[str], typer.Option(metavar="N", help="Global batch in tokens (--tokens-per-step 262144).")
-    ] = None,
-    memory_profile: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="SHARE", help="Of GPU memory: conservative, balanced or aggressive; default: the recipe's."
-        ),
-    ] = None,
-    env: Annotated[
-        Optional[str],
-        typer.Option(metavar="SETS", help="Environment sets, joined by +; default: the recipe's (--env dual+prod)."),
-    ] = None,
-    executor: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="WHERE",
-            help="direct, local, mpirun, docker, slurm, k8s; default: direct or local.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        Optional[str],
-        typer.Option(metavar="FILE", help="Cluster file for slurm, k8s, docker (docs/clusters/slurm.yaml)."),
-    ] = None,
-) -> None:
+@options_from(TrainRequest, arguments=("overrides",))
+def train(request: TrainRequest) -> None:
     """Train a recipe. The word `train` can be left out."""
-    from common.spec import RunSpec
-    from launcher import run_file
     from launcher.launch import launch
-    from launcher.run_length import with_length
     from watch.diagnose import explain_failure
 
-    given: dict[str, str | bool | None] = {
-        "recipe": recipe,
-        "name": name,
-        "runs": runs,
-        "executor": executor,
-        "cluster": cluster,
-        "env": env,
-    }
-    given |= {"profile": profile, "memory_profile": memory_profile, "gates": False if no_gates else None}
-    given |= {"resume": resume or None, "dryrun": dryrun or None, "write": write or None}
-    described = run_file.load(config) if config is not None else RunSpec(recipe="")
-    spec = run_file.merge(described, given, tuple(_rank_words(devices, nodes) + (overrides or [])))
-    raise typer.Exit(launch(with_length(spec, tokens, epochs, tokens_per_step), explain_failure))
+    raise typer.Exit(launch(request.spec(), explain_failure))
 
 
 @app.command(rich_help_panel=TRAIN)
-def resume(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run: NAME or runs/NAME.")],
-    overrides: Annotated[
-        Optional[list[str]], typer.Argument(metavar="[PATH=VALUE]...", help="What to change (trainer.max_steps=800).")
-    ] = None,
-    executor: Annotated[Optional[str], typer.Option(metavar="WHERE", help="Default: as the run was started.")] = None,
-    devices: Annotated[Optional[int], typer.Option(metavar="N", help="Ranks per node (--devices 4).")] = None,
-    nodes: Annotated[Optional[int], typer.Option(metavar="N", help="Nodes (--nodes 2).")] = None,
-    env: Annotated[Optional[str], typer.Option(metavar="SETS", help="Default: as the run was started.")] = None,
-    cluster: Annotated[Optional[str], typer.Option(metavar="FILE", help="Default: as the run was started.")] = None,
-    dryrun: Annotated[bool, typer.Option("--dryrun", help="Check and print the configuration; train nothing.")] = False,
-) -> None:
+@options_from(ResumeRequest, arguments=("run", "overrides"))
+def resume(request: ResumeRequest) -> None:
     """Continue a run from its newest complete checkpoint, as it was started, with the changes given."""
-    from common.rundir import find_run
-    from common.spec import RunSpec
     from launcher.launch import launch
     from watch.diagnose import explain_failure
 
-    folder = find_run(run)
-    spec = RunSpec(
-        recipe=folder.spec().recipe,
-        executor=executor,
-        cluster=cluster,
-        env=env,
-        name=folder.name,
-        runs=str(folder.path.parent),
-        resume=True,
-        dryrun=dryrun,
-        overrides=tuple(_rank_words(devices, nodes) + (overrides or [])),
-    )
-    raise typer.Exit(launch(spec, explain_failure))
-
-
-def _rank_words(devices: int | None, nodes: int | None) -> list[str]:
-    flags = (("trainer.devices", devices), ("trainer.num_nodes", nodes))
-    return [f"{path}={number}" for path, number in flags if number is not None]
+    raise typer.Exit(launch(request.spec(), explain_failure))
 
 
 @app.command(rich_help_panel=BEFORE)

@@ -9,9 +9,18 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
-import typer
-
 _Request = TypeVar("_Request")
+
+
+def option(text: str, *, metavar: str | None = None, **default: Any) -> Any:
+    """A dataclass field that `options_from` makes an option or argument of.
+
+    Args:
+        text: its help, in one line.
+        metavar: stands for the value in the help; default: the value's type.
+        default: `default=...`; without it the command requires the option.
+    """
+    return dataclasses.field(metadata={"help": text, "metavar": metavar}, **default)
 
 
 def options_from(
@@ -21,9 +30,12 @@ def options_from(
 
     Args:
         request: a dataclass; a field is an option if its metadata has a text for the key "help".
-        arguments: the fields that are arguments without a name instead.
+        arguments: the fields that are arguments without a name instead, in the order in which they are typed.
     """
     types = typing.get_type_hints(request)
+    fields = [field for field in dataclasses.fields(request) if "help" in field.metadata]  # type: ignore[arg-type]
+    own = vars(request).get("__annotations__", {})  # shown before what the class inherits
+    fields.sort(key=lambda field: (_place(field.name, arguments), field.name not in own))
     parameters = [
         inspect.Parameter(
             field.name,
@@ -31,8 +43,7 @@ def options_from(
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
             annotation=Annotated[types[field.name], _typer_parameter(field, types[field.name], arguments)],
         )
-        for field in dataclasses.fields(request)  # type: ignore[arg-type]
-        if "help" in field.metadata
+        for field in fields
     ]
 
     def decorate(function: Callable[[_Request], None]) -> Callable[..., None]:
@@ -47,9 +58,18 @@ def options_from(
     return decorate
 
 
+def _place(name: str, arguments: Sequence[str]) -> int:
+    """Arguments in their order, then the options."""
+    return arguments.index(name) if name in arguments else len(arguments)
+
+
 def _typer_parameter(field: dataclasses.Field[Any], kind: Any, arguments: Sequence[str]) -> Any:
-    text = field.metadata["help"]
+    import typer  # here, because a worker process imports the requests and no command line
+
+    text, metavar = field.metadata["help"], field.metadata["metavar"]
     if field.name in arguments:
-        return typer.Argument(help=text)
+        return typer.Argument(help=text, metavar=metavar)
     name = "--" + field.name.replace("_", "-")
-    return typer.Option(name, help=text) if kind is bool else typer.Option(help=text)  # without a --no-NAME
+    if kind is bool:  # without a --no-NAME
+        return typer.Option(name, help=text)
+    return typer.Option(help=text, metavar=metavar)

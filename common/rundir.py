@@ -67,10 +67,6 @@ class RunDir:
         """The log folder of the attempt with this number, from 1."""
         return self.logs / f"attempt-{number}"
 
-    @property
-    def next_attempt(self) -> Path:
-        return self.attempt(len(self.attempts) + 1)
-
     def spec(self) -> RunSpec:
         """What the launcher was asked for.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("launch")
 
 
-def manifests(partial: run.Partial) -> dict[str, object]:
+def manifests(partial: run.Partial) -> dict[str, dict[str, object]]:
     """Folder -> content of its manifest.json, for every prepared corpus that the run reads.
 
     Raises:
@@ -36,7 +36,8 @@ def manifests(partial: run.Partial) -> dict[str, object]:
 def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
     """Write data.json and, for a blend, blend.json; log what the blend comes to over the whole run.
 
-    This happens where the corpora are: in the launcher if the run trains on its machine, else in rank 0.
+    This happens where the corpora are: in the launcher if the run trains on its machine, else in rank 0. data.json
+    also holds each corpus's `absolute_path`, so that the passport finds it from any folder.
 
     Raises:
         ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
@@ -46,4 +47,7 @@ def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
         for line in trained.table():
             log.info("blend: %s", line)
         write_atomic(folder.blend, trained.to_json())
-    write_atomic(folder.data, json.dumps(manifests(partial)) + "\n")
+    rows = {
+        name: {**manifest, "absolute_path": str(Path(name).absolute())} for name, manifest in manifests(partial).items()
+    }
+    write_atomic(folder.data, json.dumps(rows) + "\n")

@@ -26,6 +26,7 @@ from launcher.outcome import ExplainFailure, submit_and_record
 from launcher.preflight import check as preflight
 from launcher.resume import newest_good_checkpoint
 from launcher.retries import Retries
+from recipes import profiles
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
 from training.distributed import rank_env
@@ -278,7 +279,8 @@ def _log_run(resolved: Resolved, folder: RunDir, settings: list[Setting]) -> Non
         tokens = plan.max_steps * plan.tokens_per_step
         log.info("length: %d steps = %s tokens (--tokens %s)", plan.max_steps, f"{tokens:,}", f"{spec.tokens:,}")
     if plan.profile is not None:
-        log.info("profile %s: peak learning rate %g, %s", plan.profile, plan.max_lr, plan.schedule)
+        for line in profiles.reasons(plan.profile, plan.learning_rate(), plan.max_steps):
+            log.info("%s", line)
     for s in settings:
         log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
 

@@ -135,11 +135,14 @@ class Plan:
     def changed(self, **numbers: Any) -> Plan:
         """A variant that a recipe declares: as `dataclasses.replace`, with the schedule laid out again.
 
-        Another profile or another length decides the schedule anew, save for what `numbers` gives.
+        Another profile or another length decides the schedule anew, save for what `numbers` gives. A schedule of its
+        own replaces the profile, whose numbers do not stay behind.
         """
+        if "schedule" in numbers:
+            numbers = {"profile": None} | numbers
         if numbers.keys() & {"profile", "schedule", "max_steps"}:
             laid_out = dict.fromkeys(SCHEDULE, None) | {"warmup_steps": self.warmup_steps, "min_lr": self.min_lr}
-            if numbers.get("profile", self.profile) is not None:
+            if self.profile is not None or numbers.get("profile") is not None:
                 laid_out |= {"warmup_steps": 0, "min_lr": None, "max_lr": 0.0}
             numbers = laid_out | numbers
         return dataclasses.replace(self, **numbers)

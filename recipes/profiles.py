@@ -140,14 +140,18 @@ def schedule(name: str, max_steps: int) -> Schedule:
     return build(**{"max_lr": profile(name).max_lr, **parameters(name, max_steps)})
 
 
-def reasons(name: str, max_steps: int) -> list[str]:
-    """What the profile sets and why, one printable line each."""
-    chosen, curve = profile(name), schedule(name, max_steps)
+def reasons(name: str, curve: Schedule, max_steps: int) -> list[str]:
+    """What the profile sets and why, one printable line each.
+
+    Args:
+        curve: the learning rate of the run, which may differ from the profile's by overrides.
+    """
+    chosen = profile(name)
     low, high = (f"{100 * share:g}%" for share in chosen.replay)
     phases = ", ".join(f"{p.name} {p.first} to {p.end}" for p in curve.phases() if p.first < max_steps)
     return [
         f"profile {name}: for {chosen.when}",
-        f"learning rate: {chosen.kind}, peak {chosen.max_lr:g}, last {chosen.max_lr / chosen.fall:g}; steps: {phases}",
+        f"learning rate: {curve.kind}, peak {curve.max_lr:g}, last {curve.lr(max_steps):g}; steps: {phases}",
         "optimizer: AdamW 0.9/0.95, weight decay 0.1, clip 1.0 (as large models are pretrained with)",
         f"replay: {low if low == high else f'{low} to {high}'} of the tokens is advised; the blend decides",
         *(f"source: {line}" for line in chosen.sources),

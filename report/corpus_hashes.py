@@ -32,12 +32,12 @@ def check_corpora(manifests: dict[str, Any], project: Path, quick: bool) -> Corp
 
     Args:
         manifests: data.json: folder -> manifest at the time of training.
-        project: what relative folders are relative to, if not the current directory.
+        project: what a relative folder is relative to, if the absolute path that the run recorded is not there.
         quick: compare manifests only; do not read the .bin and .idx.
     """
     checked = CorpusCheck()
     for name, manifest in manifests.items():
-        folder = _locate(name, project)
+        folder = _locate(name, manifest, project)
         _compare_manifest(name, folder / FILE_NAME, manifest, checked)
         for path, expected in _hashed_files(folder, manifest):
             if not path.is_file():
@@ -49,10 +49,13 @@ def check_corpora(manifests: dict[str, Any], project: Path, quick: bool) -> Corp
     return checked
 
 
-def _locate(folder: str, project: Path) -> Path:
-    """The folder of a recorded corpus: as recorded, or in the folder that holds runs/."""
-    path = Path(folder)
-    return path if path.is_dir() or path.is_absolute() else project / path
+def _locate(name: str, manifest: Any, project: Path) -> Path:
+    """The folder of a recorded corpus: its absolute path at the start of the run, or below the folder that holds runs/.
+
+    Not the current folder, which may hold another corpus of that name.
+    """
+    recorded = at(manifest, "absolute_path")
+    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else project / name
 
 
 def _hashed_files(folder: Path, manifest: Any) -> list[tuple[Path, Any]]:
@@ -66,7 +69,9 @@ def _hashed_files(folder: Path, manifest: Any) -> list[tuple[Path, Any]]:
 
 def count_data_bytes(manifests: dict[str, Any], project: Path) -> int:
     """Bytes that a full check would read."""
-    paths = [p for name, manifest in manifests.items() for p, _ in _hashed_files(_locate(name, project), manifest)]
+    paths = [
+        p for name, manifest in manifests.items() for p, _ in _hashed_files(_locate(name, manifest, project), manifest)
+    ]
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 

@@ -94,8 +94,18 @@ def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) ->
 
 def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
     """The passport of a run whose files have been read."""
-    items = (*_model(files), _tokenizer(files), *_loss_mask(files), _step0(files), _data(files, quick))
+    items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _step0(files), _data(files, quick))
     return Passport(files.run.name, files.run.path / "passport.json", (*items, _version(files.version), _export(files)))
+
+
+def _gates(files: RunFiles) -> Item:
+    """The truth gates ran (training/gates.py); a run started with --no-gates fails here."""
+    name, expected = "truth gates", "checked on the objects that train, before the first step"
+    if at(files.records.get("spec.json", {}), "gates") is False:
+        return Item(name, "fail", expected, "left out with --no-gates: nothing proves what was trained")
+    if "gates.json" not in files.records:
+        return Item(name, "unknown", expected, "gates.json does not exist")
+    return Item(name, "pass", expected, "passed")
 
 
 def _item(name: str, passed: bool, expected: str, found: str) -> Item:

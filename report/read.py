@@ -14,6 +14,7 @@ Row = dict[str, Any]
 
 # file -> what it holds; the report names those that are missing
 RECORDS = {
+    "spec.json": "what the launcher was asked for",
     "gates.json": "the model and data as the training process saw them",
     "data.json": "the manifests of the corpora",
     "blend.json": "domains and replay share",

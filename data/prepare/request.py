@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.options import option
 from data.prepare.sources import SUPPORTED
 
 TXT_UNITS = ("file", "line", "paragraph")
-
-
-def _option(text: str, **default: Any) -> Any:
-    return dataclasses.field(metadata={"help": text}, **default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,21 +21,21 @@ class PrepareRequest:
     the workers and progress is saved.
     """
 
-    inputs: list[str] = _option(f"Files, globs or folders (searched recursively): {SUPPORTED}.")
-    output: Path = _option("Folder of the prepared corpus, such as corpora/mine.")
-    tokenizer: str = _option("A local folder or a hub id of a fast tokenizer, such as Qwen/Qwen2.5-0.5B.")
-    field: str = _option("The field of .jsonl, or the column of .csv and .parquet, with the text.", default="text")
-    split: str = _option("Shares of train,validation,test; any positive numbers, such as 80,10,10.", default="98,1,1")
-    seed: int = _option("Another seed selects other validation and test documents.", default=1234)
-    dedup: bool = _option("Keep only the first of documents with the same text.", default=False)
-    workers: int | None = _option("Number of processes; by default one per core.", default=None)
-    on_error: str = _option("At an unusable record: stop, or skip it and count it.", default="stop")
-    txt_unit: str = _option("What one document of a .txt file is: file, line or paragraph.", default="file")
-    special_text: str = _option(
+    inputs: list[str] = option(f"Files, globs or folders (searched recursively): {SUPPORTED}.")
+    output: Path = option("Folder of the prepared corpus, such as corpora/mine.")
+    tokenizer: str = option("A local folder or a hub id of a fast tokenizer, such as Qwen/Qwen2.5-0.5B.")
+    field: str = option("The field of .jsonl, or the column of .csv and .parquet, with the text.", default="text")
+    split: str = option("Shares of train,validation,test; any positive numbers, such as 80,10,10.", default="98,1,1")
+    seed: int = option("Another seed selects other validation and test documents.", default=1234)
+    dedup: bool = option("Keep only the first of documents with the same text.", default=False)
+    workers: int | None = option("Number of processes; by default one per core.", default=None)
+    on_error: str = option("At an unusable record: stop, or skip it and count it.", default="stop")
+    txt_unit: str = option("What one document of a .txt file is: file, line or paragraph.", default="file")
+    special_text: str = option(
         "What '<|endoftext|>' inside a document becomes: plain text, or the control token.", default="plain"
     )
-    encoder: str = _option("auto (gigatoken where its ids equal HF's) or hf.", default="auto")
-    overwrite: bool = _option("Replace a corpus, or an interrupted run, made with other options.", default=False)
+    encoder: str = option("auto (gigatoken where its ids equal HF's) or hf.", default="auto")
+    overwrite: bool = option("Replace a corpus, or an interrupted run, made with other options.", default=False)
     shard_bytes: int = 32 << 20
 
     @property

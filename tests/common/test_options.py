@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from common.options import options_from
+from common.options import option, options_from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
     """What the command is to do."""
 
-    dishes: list[str] = field(metadata={"help": "One or more."})
-    table: int = field(metadata={"help": "The table's number."})
-    to_go: bool = field(default=False, metadata={"help": "In a bag."})
-    tip: float | None = field(default=None, metadata={"help": "In percent."})
+    dishes: list[str] = option("One or more.")
+    table: int = option("The table's number.")
+    to_go: bool = option("In a bag.", default=False)
+    tip: float | None = option("In percent.", default=None)
     kitchen: str = "main"  # no option
 
 

@@ -223,7 +223,7 @@ def test_profiles(name: str, max_steps: int) -> None:
     assert schedule.end == max_steps and schedule.warnings(max_steps) == []
     assert schedule.lr(schedule.warmup_steps) == chosen.max_lr
     assert schedule.lr(max_steps) == pytest.approx(chosen.max_lr / chosen.fall)
-    lines = "\n".join(profiles.reasons(name, max_steps))
+    lines = "\n".join(profiles.reasons(name, schedule, max_steps))
     assert "arXiv" in lines and "replay" in lines and f"{chosen.max_lr:g}" in lines
 
 
@@ -244,7 +244,7 @@ def test_picture(name: str, tmp_path: Path) -> None:
 def test_light() -> None:
     """Neither torch nor NeMo for the formulas and the reasons."""
     code = (
-        "import sys; from recipes import profiles, curve; profiles.reasons('wsd', 100);"
+        "import sys; from recipes import profiles, curve; profiles.reasons('wsd', profiles.schedule('wsd', 100), 100);"
         "sys.exit(any(name in sys.modules for name in ('torch', 'nemo', 'nemo_run', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=GOLDENS.parents[2]).returncode == 0

@@ -28,10 +28,10 @@ def _edit(run: RunDir, file: str, **changes: Any) -> None:
 
 def test_a_complete_run_passes(tmp_path: Path) -> None:
     result = make_passport(write_run(tmp_path).name, root=tmp_path / "runs")
-    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 9
+    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 10
     assert result.ok() and result.ok(strict=True) and result.exit_code(strict=True) == 0
     saved = json.loads(result.save().read_text())
-    assert saved["ok_strict"] is True and saved["items"][0]["expected"] == "1,263,744 parameters"
+    assert saved["ok_strict"] is True and saved["items"][1]["expected"] == "1,263,744 parameters"
 
 
 def _flip_bin(run: RunDir) -> None:
@@ -55,6 +55,7 @@ def _other_corpus_tokenizer(run: RunDir) -> None:
 
 
 TAMPERED: list[tuple[str, Callable[[RunDir], None]]] = [
+    ("truth gates", lambda run: _edit(run, "spec.json", gates=False)),
     ("architecture", lambda run: _edit(run, "gates.json", parameters=1_788_032)),
     ("architecture", lambda run: _edit(run, "gates.json", model={"num_layers": 5})),
     ("tied embeddings", lambda run: _edit(run, "gates.json", tied=False)),
@@ -110,6 +111,24 @@ def test_data_that_is_gone_or_not_read_is_unknown(tmp_path: Path) -> None:
     assert _states(run)["data"] == "unknown"
 
 
+def test_the_corpus_is_the_one_the_run_read_not_one_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative folder: by the absolute path that the run recorded, else beside runs/."""
+    run = write_run(tmp_path, steps=4)
+    rows = json.loads((run.path / "data.json").read_text())
+    recorded = {Path(folder).name: {**row, "absolute_path": folder} for folder, row in rows.items()}
+    elsewhere = tmp_path / "elsewhere"
+    for folder in rows:
+        (elsewhere / Path(folder).name).mkdir(parents=True)  # another corpus of that name
+    monkeypatch.chdir(elsewhere)
+    (run.path / "data.json").write_text(json.dumps(recorded))
+    assert _states(run)["data"] == "pass"
+    for name, folder in zip(recorded, rows, strict=True):
+        Path(folder).rename(tmp_path / name)
+    assert _states(run)["data"] == "pass"
+
+
 def test_a_run_from_scratch_has_no_hf_items(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=4)
     for file in ("base.json", "step0.json", "export.json"):
@@ -127,7 +146,7 @@ def test_the_released_model_has_its_number_of_parameters(tmp_path: Path) -> None
     run.config.write_text(text.replace("vocab_size: 4096", "vocab_size: 151936"))
     _edit(run, "gates.json", parameters=494_032_768, model={"num_layers": 24}, vocab_size=151936)
     assert _states(run)["architecture"] == "pass"
-    assert "Qwen2.5-0.5B" in make_passport(run.path).items[0].expected
+    assert "Qwen2.5-0.5B" in make_passport(run.path).items[1].expected
     run.config.write_text(run.config.read_text().replace("weights: true", "weights: false"))
     _edit(run, "gates.json", tied=False)
     assert _states(run)["tied embeddings"] == "fail"  # the released model is tied, whatever the recipe says
@@ -154,4 +173,4 @@ def test_it_is_shown_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
     Console(file=stream, width=160).print(result.table())
     assert "tied embeddings" in stream.getvalue() and "fail" in stream.getvalue()
     page = write_report(run.path).read_text()
-    assert page.count('class="state fail"') == 1 and "8 of 9" in Text(page).text and "1 failed" in Text(page).text
+    assert page.count('class="state fail"') == 1 and "9 of 10" in Text(page).text and "1 failed" in Text(page).text

@@ -118,6 +118,7 @@ def write_run(
             json.loads((folder / "manifest.json").read_text()) if folder.exists() else write_corpus(folder)
         )
     records = {
+        "spec.json": {"recipe": "qwen25_tiny_cpt", "name": name, "gates": True},
         "data.json": manifests,
         "blend.json": _blend(domains, share, list(manifests)),
         "gates.json": {
@@ -206,7 +207,7 @@ def test_a_complete_run(tmp_path: Path) -> None:
     assert "code \u22121.31 nats learned · prose +0.42 nats forgotten" in seen.text
     assert "5.020 \u2192 3.710 nats per token" in seen.text
     assert "finished, 400 steps" in seen.text
-    assert "9 of 9 all passed" in seen.text
+    assert "10 of 10 all passed" in seen.text
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text

@@ -1,0 +1,116 @@
+"""What a user can ask of `train` and `resume`: each option with its default and its help text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.options import option
+
+if TYPE_CHECKING:  # imported where they are needed: the help shows these options without reading recipes
+    from common.spec import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The options that `train` and `resume` share: where to run, and what to change."""
+
+    overrides: list[str] | None = option(
+        "Numbers of the recipe to change (trainer.max_steps=200).", metavar="[PATH=VALUE]...", default=None
+    )
+    executor: str | None = option(
+        "direct, local, mpirun, docker, slurm, k8s; default: direct or local.", metavar="WHERE", default=None
+    )
+    cluster: str | None = option(
+        "Cluster file for slurm, k8s, docker (docs/clusters/slurm.yaml).", metavar="FILE", default=None
+    )
+    env: str | None = option(
+        "Environment sets, joined by +; default: the recipe's (--env dual+prod).", metavar="SETS", default=None
+    )
+    devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
+    nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
+    dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The overrides, with --devices and --nodes as overrides in front of them."""
+        flags = (("trainer.devices", self.devices), ("trainer.num_nodes", self.nodes))
+        return (*(f"{path}={number}" for path, number in flags if number is not None), *(self.overrides or ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(RunRequest):
+    """The options of `train`."""
+
+    recipe: str | None = option(
+        "From `recipes`, or FILE.py:function (--recipe qwen25_tiny).", metavar="NAME", default=None
+    )
+    config: Path | None = option("A run described in YAML; what is given beside it wins.", metavar="FILE", default=None)
+    name: str | None = option(
+        "Run directory runs/RUN; default: the recipe's name, numbered.", metavar="RUN", default=None
+    )
+    resume: bool = option("Continue from the newest complete checkpoint of the run.", default=False)
+    write: bool = option("With --dryrun: keep runs/RUN, to start it by other means.", default=False)
+    runs: str | None = option("Folder of the run directories; default: runs.", metavar="DIR", default=None)
+    no_gates: bool = option("Leave the truth gates out (docs/truth.md); the passport says so.", default=False)
+    profile: str | None = option(
+        "Learning rate: gentle, strong, polish or wsd; default: the recipe's.", metavar="NAME", default=None
+    )
+    tokens: str | None = option(
+        "Length in tokens (--tokens 2B); default: the recipe's steps.", metavar="N", default=None
+    )
+    epochs: float | None = option("Length in readings of the new corpora (--epochs 1).", metavar="N", default=None)
+    tokens_per_step: str | None = option(
+        "Global batch in tokens (--tokens-per-step 262144).", metavar="N", default=None
+    )
+    memory_profile: str | None = option(
+        "conservative, balanced or aggressive; default: the recipe's.", metavar="SHARE", default=None
+    )
+
+    def spec(self) -> RunSpec:
+        """What is to be run: the file of --config, and what is given beside it, which wins.
+
+        Raises:
+            UserError: no recipe is named, or the file or a length cannot be read.
+        """
+        from common.spec import RunSpec
+        from launcher import run_file
+        from launcher.run_length import with_length
+
+        names = ("recipe", "name", "runs", "executor", "cluster", "env", "profile", "memory_profile")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given |= {name: getattr(self, name) or None for name in ("resume", "dryrun", "write")}
+        given["gates"] = False if self.no_gates else None
+        described = run_file.load(self.config) if self.config is not None else RunSpec(recipe="")
+        spec = run_file.merge(described, given, self.words)
+        return with_length(spec, self.tokens, self.epochs, self.tokens_per_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeRequest(RunRequest):
+    """The options of `resume`; what is not given stays as the run was started."""
+
+    run: str = option("A run: NAME or runs/NAME.", metavar="RUN")
+
+    def spec(self) -> RunSpec:
+        """What is to be continued, and the changes given.
+
+        Raises:
+            UserError: there is no such run.
+        """
+        from common.rundir import find_run
+        from common.spec import RunSpec
+
+        folder = find_run(self.run)
+        return RunSpec(
+            recipe=folder.spec().recipe,
+            executor=self.executor,
+            cluster=self.cluster,
+            env=self.env,
+            name=folder.name,
+            runs=str(folder.path.parent),
+            resume=True,
+            dryrun=self.dryrun,
+            overrides=self.words,
+        )
