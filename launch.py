@@ -176,12 +176,20 @@ def monitor(
 def list_(
     run: Annotated[Optional[str], typer.Argument(metavar="[RUN]", help="Show the checkpoints of this run.")] = None,
     runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of the run directories.")] = "runs",
+    verify: Annotated[bool, typer.Option("--verify", help="Read every file of the checkpoints and compare.")] = False,
 ) -> None:
     """List the runs, newest first, or the checkpoints of one run."""
+    from common.errors import EXIT_RUN
     from common.rundir import find_run
     from watch.monitor import checkpoints_table, output_console, runs_table
 
-    output_console().print(checkpoints_table(find_run(run, Path(runs))) if run else runs_table(Path(runs)))
+    if run is None:
+        output_console().print(runs_table(Path(runs)))
+        return
+    table, all_good = checkpoints_table(find_run(run, Path(runs)), verify=verify)
+    output_console().print(table)
+    if not all_good:
+        raise typer.Exit(EXIT_RUN)
 
 
 @app.command(rich_help_panel=WATCH)

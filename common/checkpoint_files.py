@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common.errors import UserError
 from common.files import file_sha256, write_atomic
 from common.json_files import read_json_object
 
@@ -56,6 +57,21 @@ def find_damage(checkpoint: Path, *, checksums: bool = True) -> list[str]:
         for name, row in listed.items()
         if found[name] != row["sha256"]
     ]
+
+
+def check_undamaged(checkpoint: Path) -> None:
+    """Check that the checkpoint's files are as they were saved; one without a list passes.
+
+    Raises:
+        UserError: a file is missing or differs.
+    """
+    if problems := find_damage(checkpoint):
+        raise UserError(
+            f"the checkpoint {checkpoint} is damaged",
+            expected="files as they were when the checkpoint was saved",
+            found="; ".join(problems),
+            do=f"take another one: ls {checkpoint.parent}",
+        )
 
 
 def has_list(checkpoint: Path) -> bool:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.checkpoint_files import check_undamaged
 from common.rundir import RUNS, RunDir, find_checkpoint
 
 if TYPE_CHECKING:
@@ -22,12 +23,13 @@ def export_run(source: str | Path, output: Path, like: Path | None = None, root:
         root: folder of runs.
 
     Raises:
-        UserError: no such run, no complete checkpoint in it, or the output is not empty.
+        UserError: no such run, no complete checkpoint in it, a damaged one, or the output is not empty.
     """
     from convert.export_hf import export_hf
     from convert.verify import verify
 
     checkpoint = find_checkpoint(source, root)
+    check_undamaged(checkpoint)
     export_hf(checkpoint, output, like)
     result = verify(checkpoint, output)
     if checkpoint.parent.name == "checkpoints":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from common.options import option
 
 if TYPE_CHECKING:  # imported where they are needed: the help shows these options without reading recipes
@@ -30,7 +31,16 @@ class RunRequest:
     )
     devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
     nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
+    retries: int | None = option(
+        "Start a failed run again so often, from its newest checkpoint (--retries 3).", metavar="N", default=None
+    )
+    retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
     dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("--retries", self.retries), ("--retry-wait", self.retry_wait)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise UserError(f"{name} {value}", expected="0 or more", found=str(value), do=f"{name} 3")
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -78,7 +88,8 @@ class TrainRequest(RunRequest):
         from launcher import run_file
         from launcher.run_length import with_length
 
-        names = ("recipe", "name", "runs", "executor", "cluster", "env", "profile", "memory_profile")
+        names = ["recipe", "name", "runs", "executor", "cluster", "env", "profile", "memory_profile"]
+        names += ["retries", "retry_wait"]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given |= {name: getattr(self, name) or None for name in ("resume", "dryrun", "write")}
         given["gates"] = False if self.no_gates else None
@@ -112,5 +123,7 @@ class ResumeRequest(RunRequest):
             runs=str(folder.path.parent),
             resume=True,
             dryrun=self.dryrun,
+            retries=self.retries or 0,
+            retry_wait=RunSpec.retry_wait if self.retry_wait is None else self.retry_wait,
             overrides=self.words,
         )

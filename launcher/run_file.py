@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from common.errors import UserError
 from common.quantities import parse_count
@@ -34,6 +34,8 @@ class RunFile(BaseModel):
     tokens_per_step: int | str | None = None
     runs: str = "runs"
     gates: bool = True
+    retries: NonNegativeInt = 0
+    retry_wait: NonNegativeFloat = 10.0
     overrides: dict[str, Any] = {}
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from common.checkpoint_files import find_damage, has_list
 from common.errors import UserError
 from common.rundir import RUNS, RunDir
 from watch.page import duration, page
@@ -103,12 +104,20 @@ def _newest_loss(records: Records) -> float | None:
     return records.training[-1]["loss"] if records.training else records.status.loss
 
 
-def checkpoints_table(run: RunDir) -> Table:
-    """The checkpoints of a run, oldest first: whole or not, validation loss, size, age."""
+def checkpoints_table(run: RunDir, *, verify: bool = False) -> tuple[Table, bool]:
+    """The checkpoints of a run, oldest first: whole or not, validation loss, size, age.
+
+    Args:
+        verify: read every file, and show whether it is as it was saved.
+
+    Returns:
+        the table, and whether no complete checkpoint is damaged (True if not asked).
+    """
     now, whole = time.time(), set(run.complete_checkpoints())
     losses = {row["step"]: row.get("val_loss") for row in read_records(run).validation}
+    damage = {folder: find_damage(folder) for folder in whole} if verify else {}
     table = Table(box=None, header_style="dim")
-    for name in ("checkpoint", "whole", "validation", "GiB", "age"):
+    for name in ("checkpoint", "whole", "validation", "GiB", "age", *(["files"] if verify else [])):
         table.add_column(name, justify="right" if name in ("validation", "GiB") else "left")
     folders = [path for path in run.checkpoints.glob("*step-*") if path.is_dir()]
     for folder in sorted(folders, key=lambda path: (path not in whole, path.stat().st_mtime)):
@@ -121,5 +130,14 @@ def checkpoints_table(run: RunDir) -> Table:
             f"{loss:.4f}" if loss is not None else "",
             f"{sum(file.st_size for file in files) / 2**30:.2f}",
             duration(now - max((file.st_mtime for file in files), default=now)),
+            *([_state_of_files(folder, damage)] if verify else []),
         )
-    return table
+    return table, not any(damage.values())
+
+
+def _state_of_files(checkpoint: Path, damage: dict[Path, list[str]]) -> str:
+    if checkpoint not in damage:
+        return "not looked at"
+    if damage[checkpoint]:
+        return "DAMAGED: " + "; ".join(damage[checkpoint])
+    return "as saved" if has_list(checkpoint) else "no checksums were recorded"

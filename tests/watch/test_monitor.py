@@ -190,7 +190,7 @@ def test_checkpoints_of_a_run(make_run: Make) -> None:
         (weights / "metadata.json").write_text("{}")
     (run.checkpoints / "step-40-unfinished").write_text("")
     write_rows(run.metrics, [{"step": 20, "val_loss": 3.25, "validation": {}}])
-    rows = {line.split()[0]: line.split()[1:] for line in _text(checkpoints_table(run)).splitlines()}
+    rows = {line.split()[0]: line.split()[1:] for line in _text(checkpoints_table(run)[0]).splitlines()}
     assert rows["step-20"][:2] == ["yes", "3.2500"]
     assert rows["step-40"][0] == rows["unfinished-step-60-after-attempt-1"][0] == "no"
 
