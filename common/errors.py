@@ -50,21 +50,26 @@ class UserError(ProjectError):
     exit_code = EXIT_USER
 
 
-def unknown_name(kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "") -> UserError:
-    """The error for a name that is not one of `names`; it suggests the most similar one.
+def unknown_name(
+    kind: str, name: str, names: Iterable[str], otherwise: str, also: str = "", typed: str = "{}"
+) -> UserError:
+    """The error for a name that is not one of `names`; it suggests the most similar one, whatever its case.
 
     Args:
         kind: what the name is of, such as "recipe".
         otherwise: what to do if no name is similar.
         also: text after the names, for other inputs that are accepted.
+        typed: how the name is typed, such as "--recipe {}".
     """
     known = list(names)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    folded = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.7)  # below it, cpu would be taken for gpu
+    near = near or [one for one in folded if name.strip() and one.startswith(name.lower())][:1]
     return UserError(
         f"unknown {kind} {name!r}",
         expected="one of " + ", ".join(known) + also,
         found=repr(name),
-        do=f"did you mean {near[0]!r}?" if near else otherwise,
+        do=f"did you mean {typed.format(folded[near[0]])}?" if near else otherwise,
     )
 
 

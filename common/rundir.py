@@ -169,9 +169,10 @@ def find_run(run: str | Path, root: Path = RUNS) -> RunDir:
             f"no run {path.name!r}",
             expected=f"a folder in {folder}",
             found=f"no runs at all in {folder}",
-            do="train first: python launch.py --recipe qwen25_tiny",
+            do=f"train first: {launch_command('--recipe', 'qwen25_tiny')}",
         )
-    raise unknown_name("run", path.name, names, f"ls {folder} lists the runs")
+    lists = launch_command("list", *(() if folder == RUNS else ("--runs", str(folder))))
+    raise unknown_name("run", path.name, names, f"{lists} shows them")
 
 
 def find_checkpoint(source: str | Path, root: Path = RUNS) -> Path:

@@ -42,13 +42,13 @@ def check(name: str, cluster_file: str | None) -> None:
         UserError: no such executor, or it needs a cluster file and none is given.
     """
     if name not in EXECUTORS:
-        raise unknown_name("executor", name, EXECUTORS, "--executor direct")
+        raise unknown_name("executor", name, EXECUTORS, "--executor direct", typed="--executor {}")
     if EXECUTORS[name].on_cluster and cluster_file is None:
         raise UserError(
             f"--executor {name} needs a cluster file",
             expected="--cluster FILE",
             found="none",
-            do=f"copy docs/clusters/{name}.yaml, edit it, and give it with --cluster",
+            do=f"--cluster docs/clusters/{name}.yaml, or a copy of it that describes your cluster",
         )
 
 

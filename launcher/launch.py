@@ -24,6 +24,7 @@ from launcher.executors import Job
 from launcher.launcher_log import LauncherLog, keep_launcher_log
 from launcher.outcome import ExplainFailure, submit_and_record
 from launcher.preflight import check as preflight
+from launcher.preflight.findings import Finding
 from launcher.resume import newest_good_checkpoint
 from launcher.retries import Retries
 from recipes import profiles
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from launcher.cluster_file import Cluster
 
 log = logging.getLogger("launch")
+_SEVERAL_NODES = "--executor slurm --cluster docs/clusters/slurm.yaml, or the executor k8s or mpirun (docs/clusters.md)"
 
 
 def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
@@ -105,6 +107,7 @@ def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_fa
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
     cluster = _load_cluster(resolved.spec)
+    executors.check(executor, _job(resolved, resolved.plan, folder, [], cluster))
     sees_run = executor_table.shares_run_folder(executor, cluster)
     if spec.resume and sees_run:
         rundir.check_resumable(folder)
@@ -115,22 +118,23 @@ def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_fa
     before = len(folder.attempts) if sees_run or not spec.resume else folder.spec().attempt
     resolved = resolved.with_spec(name=folder.name, attempt=before + 1)
     _log_run(resolved, folder, settings)
-    fit_to_start = _preflight(resolved.plan, folder, resolved.spec, cluster)
-    if not fit_to_start and not spec.dryrun:
+    findings = _preflight(resolved.plan, folder, resolved.spec, cluster)
+    fit_to_start = not findings
+    if findings and (not spec.dryrun or any(finding.in_numbers for finding in findings)):
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
         built = build.build(resolved, folder, adapt_to_machine=trains_here)
         for line in built.lines:
             log.info("%s", line)
         changed = built.plan != resolved.plan  # by the body of the recipe's function
-        fit_to_start = fit_to_start and not (changed and not _preflight(built.plan, folder, resolved.spec, cluster))
+        fit_to_start = fit_to_start and not (changed and _preflight(built.plan, folder, resolved.spec, cluster))
         if not fit_to_start and not spec.dryrun:
             return EXIT_PREFLIGHT
         text = _write(resolved.spec, built, folder, settings, cluster)
         if spec.dryrun:
             _draw_learning_rate(built.partial, folder)
             stdout.write(text)
-    job = _job(resolved, built, folder, settings, cluster)
+    job = _job(resolved, built.plan, folder, settings, cluster, built)
     launcher_log.path = job.logs / "launcher.log"
     code = submit_and_record(submit, job, explain_failure)
     return code if fit_to_start else EXIT_PREFLIGHT
@@ -173,14 +177,14 @@ def _choose_executor(resolved: Resolved) -> Resolved:
             "direct is one process",
             expected="trainer.devices=1 trainer.num_nodes=1",
             found=f"{plan.num_nodes} node(s) x {plan.devices} device(s)",
-            do="--executor local" if plan.num_nodes == 1 else "--executor slurm --cluster FILE",
+            do="--executor local" if plan.num_nodes == 1 else _SEVERAL_NODES,
         )
     if executor == "local" and plan.num_nodes > 1:
         raise UserError(
             "local is one machine",
             expected="trainer.num_nodes=1",
             found=f"{plan.num_nodes} nodes",
-            do="--executor slurm --cluster FILE, --executor k8s, or --executor mpirun",
+            do=_SEVERAL_NODES,
         )
     return resolved
 
@@ -216,16 +220,22 @@ def _env_name(name: str, cluster: Cluster | None) -> str:
 
 
 def _job(
-    resolved: Resolved, built: build.Built, folder: RunDir, settings: list[Setting], cluster: Cluster | None
+    resolved: Resolved,
+    plan: Plan,
+    folder: RunDir,
+    settings: list[Setting],
+    cluster: Cluster | None,
+    built: build.Built | None = None,
 ) -> Job:
+    """The run as its executor gets it; without `built` only to be checked."""
     spec = resolved.spec
     return Job(
         folder=folder,
         logs=folder.attempt(spec.attempt),
         env={setting.key: setting.value for setting in settings},
-        devices=built.plan.devices,
-        num_nodes=built.plan.num_nodes,
-        accelerator=built.plan.accelerator,
+        devices=plan.devices,
+        num_nodes=plan.num_nodes,
+        accelerator=plan.accelerator,
         cluster=cluster,
         dryrun=spec.dryrun,
         rank_command=("python", "-m", "launcher.rank_main", str(folder.path)),
@@ -297,11 +307,11 @@ def _draw_learning_rate(partial: run.Partial, folder: RunDir) -> None:
         plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
 
 
-def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> bool:
-    """What can be checked on this machine; the ranks check the rest where they run."""
+def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> list[Finding]:
+    """The errors that can be found on this machine; the ranks check the rest where they run."""
     machine = executor_table.trains_here(spec.executor)
     data = executor_table.shares_files(spec.executor, cluster)
-    return not any(finding.fatal for finding in preflight.check(plan, folder, machine=machine, data=data))
+    return [finding for finding in preflight.check(plan, folder, machine=machine, data=data) if finding.fatal]
 
 
 @contextlib.contextmanager

@@ -107,6 +107,18 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     )
 
 
+def share_of(profile: str) -> float:
+    """The share of a GPU's memory that a memory profile takes, in 0..1.
+
+    Raises:
+        UserError: there is no such profile.
+    """
+    if profile not in PROFILES:
+        usual = "--memory-profile balanced"
+        raise unknown_name("memory profile", profile, PROFILES, usual, typed="--memory-profile {}")
+    return PROFILES[profile]
+
+
 def fit(plan: Plan, profile: str, gpu_gib: float, path: Path = "fast") -> tuple[Plan, list[str]]:
     """The plan with the batch of `profile` on a GPU of this size.
 
@@ -119,9 +131,7 @@ def fit(plan: Plan, profile: str, gpu_gib: float, path: Path = "fast") -> tuple[
     Raises:
         UserError: an unknown profile, or a GPU on which one sample of 512 tokens does not fit.
     """
-    if profile not in PROFILES:
-        raise unknown_name("memory profile", profile, PROFILES, "choose one of them")
-    room = PROFILES[profile] * gpu_gib
+    room = share_of(profile) * gpu_gib
     sized = [
         _sized(plan, profile, n, seq) for seq in _lengths(plan.seq_length) for n in range(LARGEST_MICRO_BATCH, 0, -1)
     ]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from common.commands import launch_command
 from common.errors import UserError
 from recipes.plan import PATHS, Plan, type_at
 
@@ -34,6 +35,8 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+# what NeMo-Run's configuration of a run consists of: the parameters of training/pretrain.py
+SLOTS = ("model", "data", "trainer", "log", "resume", "optim", "speed")
 # paths that the launcher sets, and how to say what a user may mean by them
 _OWNED = {
     "log.explicit_log_dir": "--runs DIR puts all runs, with their logs, into another folder",
@@ -87,7 +90,8 @@ def _complete(override: Override) -> Override:
             found=str(override),
             do=_OWNED[override.path],
         )
-    if "." in override.path or override.path in PATHS:
+    first = re.split(r"[.\[]", override.path)[0]
+    if "." in override.path and first in SLOTS or override.path in PATHS:
         return override
     ends = [path for path in PATHS if path.rpartition(".")[2] == override.path]
     if len(ends) > 1:
@@ -97,6 +101,10 @@ def _complete(override: Override) -> Override:
             found=repr(str(override)),
             do=f"{ends[0]}{override.operator}{override.text}",
         )
+    if not ends and first not in SLOTS:  # known before NeMo is imported; the other names are not
+        last = {path.rpartition(".")[2]: path for path in PATHS}
+        near = difflib.get_close_matches(override.path.rpartition(".")[2], last, n=1, cutoff=0.6)
+        raise _unknown(override, first, [last[name] for name in near])
     return dataclasses.replace(override, path=ends[0]) if ends else override
 
 
@@ -126,7 +134,7 @@ def _value(plan: Plan, override: Override) -> Any:
         if override.operator != "=":
             value = kind(_ARITHMETIC[override.operator](old, value))
     except (ValueError, TypeError, KeyError, SyntaxError, ZeroDivisionError):
-        raise _wrong_type(override, kind.__name__) from None
+        raise _wrong_type(override, kind.__name__, old) from None
     return value
 
 
@@ -154,7 +162,7 @@ def apply_to_recipe(recipe: run.Partial, overrides: Iterable[Override], declared
     before = declared.values() if declared is not None else {}
     lines = []
     for override in overrides:
-        owner, leaf = _find(recipe, override.path)
+        owner, leaf = _find(recipe, override)
         old = before.get(override.path, getattr(owner, leaf, None))
         if override.path in before and override.operator != "=":
             setattr(owner, leaf, old)  # the recipe was built with the result; apply the operator to the old number
@@ -174,14 +182,14 @@ def _set(recipe: run.Partial, owner: Any, leaf: str, override: Override) -> None
         parse_cli_args(recipe, [str(override)])
     except (CLIException, ValueError, TypeError):
         if not _set_mislabelled_float(owner, leaf, override):
-            raise _wrong_type(override, _expected(owner, leaf)) from None
+            raise _wrong_type(override, _expected(owner, leaf), old) from None
     new = getattr(owner, leaf)
     if type(old) in (int, float) and isinstance(new, str):  # Union[..., str, int]: NeMo-Run keeps the text
         with contextlib.suppress(ValueError):
             new = int(new) if type(old) is int else float(new)
             setattr(owner, leaf, new)
     if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
-        raise _wrong_type(override, type(old).__name__)
+        raise _wrong_type(override, type(old).__name__, old)
 
 
 def _set_mislabelled_float(owner: Any, leaf: str, override: Override) -> bool:
@@ -196,32 +204,32 @@ def _set_mislabelled_float(owner: Any, leaf: str, override: Override) -> bool:
     return True
 
 
-def _find(recipe: Any, path: str) -> tuple[Any, str]:
-    """The config that holds the last name of `path`, every name checked on the way."""
+def _find(recipe: Any, override: Override) -> tuple[Any, str]:
+    """The config that holds the last name of the override's path, every name checked on the way."""
     owner, seen = recipe, ""
-    *steps, leaf = path.split(".")
+    *steps, leaf = override.path.split(".")
     for step in steps:
         name, *indices = re.split(r"[\[\]]+", step.rstrip("]"))
-        _check(owner, name, seen, path)
+        _check(owner, name, seen, override)
         owner = getattr(owner, name)
         for index in indices:
             try:
                 owner = owner[int(index)]
             except (IndexError, KeyError, TypeError, ValueError):
-                raise _unknown(path, f"{seen}{step}", []) from None
+                raise _unknown(override, f"{seen}{step}", []) from None
         seen += step + "."
         if not hasattr(owner, "__fn_or_cls__"):
-            raise _unknown(path, seen.rstrip("."), [])
-    _check(owner, leaf, seen, path)
+            raise _unknown(override, seen.rstrip("."), [])
+    _check(owner, leaf, seen, override)
     return owner, leaf
 
 
-def _check(owner: Any, name: str, seen: str, path: str) -> None:
+def _check(owner: Any, name: str, seen: str, override: Override) -> None:
     known = names_of(owner)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        rest = path[len(seen + name) :]
-        raise _unknown(path, seen + name, [seen + other + rest for other in near])
+        rest = override.path[len(seen + name) :]
+        raise _unknown(override, seen + name, [seen + other + rest for other in near])
 
 
 def names_of(owner: Any) -> list[str]:
@@ -247,19 +255,20 @@ def _expected(owner: Any, leaf: str) -> str:
     return getattr(annotation, "__name__", None) or str(annotation)
 
 
-def _unknown(path: str, broken: str, near: list[str]) -> UserError:
+def _unknown(override: Override, broken: str, near: list[str]) -> UserError:
+    path, rest = override.path, f"{override.operator}{override.text}"
     return UserError(
         f"unknown override path {path!r}",
         expected="a path of the recipe" + (f", such as {' or '.join(near)}" if near else ""),
         found=f"{broken!r} does not exist",
-        do=f"did you mean {near[0]}=...?" if near else "python launch.py paths RECIPE lists every path there is",
+        do=f"did you mean {near[0]}{rest}?" if near else f"{launch_command('paths')} RECIPE lists every path there is",
     )
 
 
-def _wrong_type(override: Override, expected: str) -> UserError:
+def _wrong_type(override: Override, expected: str, old: Any) -> UserError:
     return UserError(
         f"wrong type in {str(override)!r}",
-        expected=expected,
+        expected=f"a value of type {expected} (text with special characters in quotes)",
         found=repr(override.text),
-        do="give a value of that type; strings with special characters in quotes",
+        do=f"{override.path}={old}, as the recipe has it, or another value of that type",
     )

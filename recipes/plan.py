@@ -126,7 +126,7 @@ class Plan:
                 "the recipe has no learning rate",
                 expected="max_lr=..., or profile=... (one of " + ", ".join(profiles.PROFILES) + ")",
                 found="neither",
-                do="give one of them to @recipe(...)",
+                do=f"optim.config.lr={10 * (self.min_lr or 1e-5):g}, or give max_lr or profile to @recipe(...)",
             )
         if self.schedule is None:
             fill("decay_end", self.max_steps)

@@ -112,7 +112,9 @@ def profile(name: str) -> Profile:
         UserError: there is none.
     """
     if name not in PROFILES:
-        raise unknown_name("profile", name, PROFILES, "docs/schedules.md says which one when")
+        raise unknown_name(
+            "profile", name, PROFILES, "--profile gentle (docs/schedules.md: which one when)", typed="--profile {}"
+        )
     return PROFILES[name]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.commands import launch_command
 from common.errors import UserError, unknown_name
 from recipes import memory
 from recipes.plan import Plan
@@ -77,7 +78,7 @@ def resolve(name: str) -> Recipe:
     if colon:
         return _from_file(Path(path), function)
     if name not in recipes():
-        raise unknown_name("recipe", name, recipes(), "python launch.py recipes", also=", or FILE.py:function")
+        raise unknown_name("recipe", name, recipes(), launch_command("recipes"), ", or FILE.py:function", "--recipe {}")
     return recipes()[name]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from common.commands import launch_command
 from common.errors import UserError
 from common.spec import RunSpec
-from recipes import overrides, registry
+from recipes import limits, overrides, registry
 from recipes.overrides import Override
 from recipes.plan import Plan
 from recipes.registry import Recipe
@@ -47,9 +47,12 @@ def resolve(spec: RunSpec) -> Resolved:
     """The plan of a spec, before NeMo is imported.
 
     Raises:
-        UserError: an unknown recipe or profile, a word that is no override, or a value of the wrong type.
+        UserError: an unknown recipe or profile, a word that is no override, a value of the wrong type, or a number that
+            no run can have.
     """
-    return _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+    resolved = _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+    limits.check(resolved.plan, resolved.recipe.plan)
+    return resolved
 
 
 def _with_tokens_per_step(plan: Plan, tokens: int | None) -> Plan:
@@ -73,7 +76,7 @@ def _check_lengths(spec: RunSpec, given: tuple[Override, ...]) -> None:
                 f"{option} and {path} both say how much is trained",
                 expected="one of them",
                 found=f"{option} {value} and {words[-1]}",
-                do=f"leave {words[-1]} or {option} out",
+                do=f"leave {words[-1]} out, or {option} {value}",
             )
 
 

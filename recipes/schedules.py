@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from common.errors import UserError
+from common.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,25 +47,31 @@ class Schedule:
             value = getattr(self, field.name)
             if field.name.endswith("_lr"):
                 ok = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= self.max_lr
-                self._need(ok and self.max_lr > 0, field.name, f"a learning rate in 0..max_lr ({self.max_lr!r})")
+                expected = f"a learning rate in 0..max_lr ({self.max_lr!r})"
+                tenth = self.max_lr / 10 if isinstance(self.max_lr, (int, float)) else 1e-5
+                self._need(ok and self.max_lr > 0, field.name, expected, **{field.name: tenth})
             elif field.name in ("decay_steps", "cooldown_steps", "warmup_steps", "fork_step", "decay_end"):
                 least = {"decay_steps": 1, "cooldown_steps": 1, "warmup_steps": 0}.get(field.name, self._warm_end)
                 whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 optional = value is None and field.default is None
-                self._need(whole or optional, field.name, f"a whole number of steps, at least {least}")
+                late = isinstance(value, int) and least > value > 0  # a longer warm-up than the schedule has room for
+                good = {"warmup_steps": value // 10} if late else {field.name: least}
+                self._need(whole or optional, field.name, f"a whole number of steps, at least {least}", **good)
 
     @property
     def _warm_end(self) -> int:
         """The first step at which the part after the warm-up may end or fork."""
         return self.warmup_steps
 
-    def _need(self, ok: bool, name: str, expected: str) -> None:
+    def _need(self, ok: bool, name: str, expected: str, **good: Any) -> None:
+        """Refuse the parameter `name` unless `ok`; `good` are parameters that solve it."""
         if not ok:
+            words = " ".join(f"optim.lr_scheduler.{key}={value}" for key, value in good.items())
             raise UserError(
                 f"schedule {self.kind}: {name} is out of range",
                 expected=expected,
                 found=f"{name}={getattr(self, name)!r}",
-                do=f"optim.lr_scheduler.{name}=VALUE (docs/schedules.md lists the parameters)",
+                do=f"{words} (docs/schedules.md lists the parameters)",
             )
 
     def lr(self, step: int) -> float:
@@ -156,9 +162,11 @@ class Polish(Schedule):
         if self.min_lr is None:
             object.__setattr__(self, "min_lr", self.max_lr / 100)
         super().__post_init__()
-        self._need(self.warmup_steps == 0, "warmup_steps", "0: polish has no warm-up (rewarm_cosine has one)")
-        self._need(self.start_lr == 0, "start_lr", "0: polish has no warm-up (rewarm_cosine has one)")
-        self._need(self.decay_end > 0, "decay_end", "at least 1 step")
+        self._need(
+            self.warmup_steps == 0, "warmup_steps", "0: polish has no warm-up (rewarm_cosine has one)", warmup_steps=0
+        )
+        self._need(self.start_lr == 0, "start_lr", "0: polish has no warm-up (rewarm_cosine has one)", start_lr=0)
+        self._need(self.decay_end > 0, "decay_end", "at least 1 step", decay_end=1000)
 
     def _after_warmup(self, step: int) -> float:
         low = self.max_lr / 100 if self.min_lr is None else self.min_lr
@@ -182,7 +190,9 @@ class Forked(Schedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._need((self.fork_step is None) == (self.decay_steps is None), "decay_steps", "set together with fork_step")
+        together = (self.fork_step is None) == (self.decay_steps is None)
+        good = None if self.fork_step is None else max(1, self.fork_step // 6)
+        self._need(together, "decay_steps", "set together with fork_step", decay_steps=good)
 
     def fork(self, at_step: int, decay_steps: int) -> Self:
         """The same schedule, annealing from `at_step` on."""
@@ -212,7 +222,9 @@ class WSD(Forked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._need(self.decay_shape in ("linear", "1-sqrt"), "decay_shape", '"linear" or "1-sqrt"')
+        self._need(
+            self.decay_shape in ("linear", "1-sqrt"), "decay_shape", '"linear" or "1-sqrt"', decay_shape="linear"
+        )
 
     def _after_warmup(self, step: int) -> float:
         done = self._decayed(step) if self.decay_shape == "linear" else math.sqrt(self._decayed(step))
@@ -237,7 +249,8 @@ class Infinite(Forked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._need(0 < self.min_lr <= self.constant_lr, "min_lr", f"above 0, up to constant_lr ({self.constant_lr!r})")
+        expected = f"above 0, up to constant_lr ({self.constant_lr!r})"
+        self._need(0 < self.min_lr <= self.constant_lr, "min_lr", expected, min_lr=self.constant_lr / 10)
 
     @property
     def _warm_end(self) -> int:
@@ -253,6 +266,14 @@ class Infinite(Forked):
         return [("cooldown", self.warmup_steps), ("constant", self._warm_end), *self._fork_borders()]
 
 
+def _advise(wrong: list[str], missing: list[str], max_lr: float) -> str:
+    """Overrides after which the parameters are those of the kind: none that it does not have, none missing."""
+    usual = {"min_lr": f"{max_lr / 10:g}", "constant_lr": f"{max_lr / 3:.2g}", "decay_end": "1000"}
+    words = [f"{name}={'0' if name == 'warmup_steps' else 'None'}" for name in wrong]
+    words += [f"{name}={usual.get(name, '100')}" for name in missing]
+    return " ".join(f"optim.lr_scheduler.{word}" for word in words) + " (or other values; docs/schedules.md)"
+
+
 KINDS: dict[str, type[Schedule]] = {kind.kind: kind for kind in (RewarmCosine, Polish, WSD, Infinite)}
 
 
@@ -263,8 +284,8 @@ def build(kind: str, **parameters: Any) -> Schedule:
         UserError: unknown kind, a parameter that this kind does not have, one that is missing or out of range.
     """
     if kind not in KINDS:
-        found, do = repr(kind), "optim.lr_scheduler.kind=rewarm_cosine"
-        raise UserError(f"unknown schedule {kind!r}", expected="one of " + ", ".join(KINDS), found=found, do=do)
+        path = "optim.lr_scheduler.kind="
+        raise unknown_name("schedule", kind, KINDS, f"{path}rewarm_cosine", typed=path + "{}")
     fields = {field.name: field for field in dataclasses.fields(KINDS[kind])}
     given = {name: value for name, value in parameters.items() if value is not None}
     wrong = sorted(given.keys() - fields.keys())
@@ -274,6 +295,6 @@ def build(kind: str, **parameters: Any) -> Schedule:
             f"schedule {kind}: " + ("a parameter of another kind" if wrong else "a parameter is missing"),
             expected="among " + ", ".join(fields) if wrong else "a value for " + ", ".join(missing),
             found=", ".join(f"{name}={given[name]!r}" for name in (wrong or sorted(given))) or "none",
-            do=f"optim.lr_scheduler.{(wrong or missing)[0]}={'None' if wrong else 'VALUE'}",
+            do=_advise(wrong, missing, given.get("max_lr", 1e-4)),
         )
     return KINDS[kind](**given)

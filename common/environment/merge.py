@@ -92,7 +92,8 @@ def _read_file(word: str) -> Table:
     """Read a layer from a file of `export KEY=value  # reason` lines, without executing anything in it."""
     if "/" not in word and not word.endswith(".env"):
         also = ", or a FILE.env; joined as in dual+prod"
-        raise unknown_name("environment set", word, (*SETS, *TIERS), "leave --env out to take the recipe's own", also)
+        lists = f"{launch_command('env')} explains them; without --env a run takes the recipe's own"
+        raise unknown_name("environment set", word, (*SETS, *TIERS), lists, also)
     try:
         lines = Path(word).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as problem:

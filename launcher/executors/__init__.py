@@ -52,6 +52,17 @@ class Job:
         return self.devices * self.num_nodes
 
 
+def check(name: str, job: Job) -> None:
+    """Check what the executor needs of the run, before NeMo is imported and before anything is written.
+
+    Raises:
+        UserError: a name that a scheduler cannot take, more nodes than there are, an incomplete cluster file.
+    """
+    module = importlib.import_module(f"launcher.executors.{name}")
+    if hasattr(module, "check"):
+        module.check(job)
+
+
 def resolve(name: str) -> Callable[[Job], int]:
     """The executor's `submit(job)`, which returns the exit code; only its own module is imported."""
     submit: Callable[[Job], int] = importlib.import_module(f"launcher.executors.{name}").submit

@@ -38,7 +38,7 @@ def submit(job: Job) -> int:
     Raises:
         UserError: no Docker, no such image, a container of this run that is still there, or a run of several nodes.
     """
-    cluster = _check_job(job)
+    cluster = check(job)
     own = job.folder.path / "docker"
     own.mkdir(parents=True, exist_ok=True)
     (own / "run.sh").write_text(container_script(job, cluster))
@@ -58,7 +58,12 @@ def submit(job: Job) -> int:
     return _follow_container(container, own, job)
 
 
-def _check_job(job: Job) -> Cluster:
+def check(job: Job) -> Cluster:
+    """The cluster of the job, or one of this machine's, if Docker can run it.
+
+    Raises:
+        UserError: a name or a run directory that the container cannot take, or several nodes.
+    """
     check_job_name(job.folder.name)
     check_run_folder(job.folder.path, in_checkout=True)
     if job.num_nodes > 1:
@@ -66,7 +71,7 @@ def _check_job(job: Job) -> Cluster:
             "docker starts one container on this machine",
             expected="one node",
             found=f"trainer.num_nodes={job.num_nodes}",
-            do="--executor slurm or k8s for several nodes",
+            do="trainer.num_nodes=1, or --executor slurm or k8s with a cluster file",
         )
     return job.cluster or Cluster(devices_per_node=job.devices)
 

@@ -30,15 +30,8 @@ def submit(job: Job) -> int:
     Raises:
         UserError: a cluster file without a k8s part, no client, no kubeconfig, or the API server's refusal.
     """
-    cluster = check_fits(job)
-    if cluster.k8s is None or cluster.image is None:
-        raise UserError(
-            "the cluster file does not describe a Kubernetes cluster",
-            expected="image, and a k8s part with pvc",
-            found=f"image: {cluster.image}, k8s: {cluster.k8s}",
-            do="see docs/clusters/k8s.yaml",
-        )
-    objects = manifest(job, cluster, cluster.k8s)
+    cluster, k8s = check(job)
+    objects = manifest(job, cluster, k8s)
     text = yaml.safe_dump_all(objects, sort_keys=False, allow_unicode=True)
     path = job.folder.path / "k8s.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,10 +39,28 @@ def submit(job: Job) -> int:
     if job.dryrun:
         log.info("k8s: would create %s:\n%s", path, text)
         return 0
-    client = _connect(cluster.k8s)
-    _create(client, objects, cluster.k8s)
-    _log_submission(job, cluster, cluster.k8s, path)
-    return _wait_for_end(client, kubernetes_name(job), cluster.k8s) if cluster.wait else 0
+    client = _connect(k8s)
+    _create(client, objects, k8s)
+    _log_submission(job, cluster, k8s, path)
+    return _wait_for_end(client, kubernetes_name(job), k8s) if cluster.wait else 0
+
+
+def check(job: Job) -> tuple[Cluster, K8s]:
+    """The cluster and its Kubernetes part, if they allow the run.
+
+    Raises:
+        UserError: more than the cluster file allows, a file without a k8s part, or a name that Kubernetes cannot take.
+    """
+    cluster = check_fits(job)
+    if cluster.k8s is None or cluster.image is None:
+        raise UserError(
+            "the cluster file does not describe a Kubernetes cluster",
+            expected="image, and a k8s part with pvc",
+            found=f"image: {cluster.image}, k8s: {cluster.k8s}",
+            do="--cluster docs/clusters/k8s.yaml, or a copy of it that describes your cluster",
+        )
+    kubernetes_name(job)
+    return cluster, cluster.k8s
 
 
 def _log_submission(job: Job, cluster: Cluster, k8s: K8s, path: Path) -> None:

@@ -61,6 +61,11 @@ def submit(job: Job) -> int:
     return rank_states.log_outcome(job.logs, job.world_size, own)
 
 
+def check(job: Job) -> None:
+    """Check that the hostfile holds the nodes of the run."""
+    _read_hosts(job)
+
+
 def _command(job: Job, program: str) -> list[str]:
     own = job.cluster.mpirun if job.cluster else None
     words = [program, "-np", str(job.world_size), "--map-by", f"ppr:{job.devices}:node"]

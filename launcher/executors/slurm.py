@@ -57,6 +57,11 @@ def submit(job: Job) -> int:
     return follow(tunnel, submitted) if cluster.wait else 0
 
 
+def check(job: Job) -> None:
+    """Check that the cluster file allows the run, and that Slurm takes its names."""
+    workdir_on_nodes(check_fits(job))
+
+
 def logs_folder(cluster: Cluster, job: Job) -> str:
     """Where Slurm finds the batch script and writes its own logs: relative to workdir, unless job_dir is set."""
     if isinstance(cluster.tunnel, Ssh) and cluster.tunnel.job_dir:

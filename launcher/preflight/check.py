@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from common import machine_facts
@@ -16,6 +17,7 @@ from launcher.preflight.data import check_base_model, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
+from recipes import limits
 from recipes.plan import Plan
 
 log = logging.getLogger("launch")
@@ -34,7 +36,9 @@ def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -
         the findings; the run cannot start if one of them is fatal.
     """
     checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
-    findings = [finding for make in checks.values() for finding in make(plan, run)]
+    findings = [
+        replace(finding, in_numbers=name in _CHECKS) for name, make in checks.items() for finding in make(plan, run)
+    ]
     for finding in findings:
         log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
     if not findings:
@@ -86,14 +90,10 @@ def _check_gpus(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def _check_numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    positive = ["seq_length", "micro_batch_size", "global_batch_size", "max_steps", "devices", "num_nodes"]
-    positive += ("val_check_interval", "log_every_n_steps", "save_every_n_steps", "keep_checkpoints")
-    for name in positive:
-        if getattr(plan, name) < 1:
-            yield error(
-                f"{name} must be positive", expected="1 or more", found=str(getattr(plan, name)), do=f"fix {name}"
-            )
-            return
+    """What `resolve` has checked of the command's numbers, again: the recipe's function may have changed them."""
+    if wrong := [Finding(problem) for problem in limits.problems(plan, plan)]:
+        yield from wrong
+        return
     if plan.devices * plan.num_nodes % max(1, plan.model_parallel):  # check_layout reports it
         return
     share = plan.micro_batch_size * plan.data_parallel
@@ -111,31 +111,20 @@ def _check_numbers(plan: Plan, run: RunDir) -> Iterator[Finding]:
             "the data's sequence length is not the model's",
             expected=f"data.seq_length = model.config.seq_length = {plan.model_seq_length} tokens",
             found=f"data.seq_length = {plan.seq_length} tokens",
-            do=f"set both: data.seq_length={plan.seq_length} model.config.seq_length={plan.seq_length}",
+            do=f"data.seq_length={plan.seq_length} model.config.seq_length={plan.seq_length}, the same in both",
         )
-    yield from _check_shape(plan)
-
-
-def _check_shape(plan: Plan) -> Iterator[Finding]:
-    shape = plan.shape
-    for whole, part, text in (
-        (shape.hidden_size, shape.num_attention_heads, "hidden size not divisible by attention heads"),
-        (shape.num_attention_heads, shape.num_query_groups, "attention heads not divisible by query groups"),
-    ):
-        if whole % part:
-            yield error(text, expected=f"a multiple of {part}", found=str(whole), do="change the shape in recipes/")
 
 
 def _check_schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    for name, value, override in (
-        ("warm-up", plan.warmup_steps, "optim.lr_scheduler.warmup_steps"),
-        ("validation interval", plan.val_check_interval, "trainer.val_check_interval"),
+    for name, value, override, meaning in (
+        ("warm-up", plan.warmup_steps, "optim.lr_scheduler.warmup_steps", "the peak is never reached"),
+        ("validation interval", plan.val_check_interval, "trainer.val_check_interval", "none after that at step 0"),
     ):
         if value > plan.max_steps:
             yield warning(
                 f"the {name} is longer than the run",
                 expected=f"at most trainer.max_steps={plan.max_steps} steps",
-                found=f"{value} steps: " + ("the peak is never reached" if name == "warm-up" else "no validation"),
+                found=f"{value} steps: {meaning}",
                 do=f"{override}={max(1, plan.max_steps // 10)}",
             )
 

@@ -9,10 +9,15 @@ from common.errors import PreflightError, ProjectError, UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """An error (the run cannot start) or a warning (it can, but look)."""
+    """An error (the run cannot start) or a warning (it can, but look).
+
+    Args:
+        in_numbers: it follows from the numbers of the run, so that no machine and no data can mend it.
+    """
 
     problem: ProjectError
     fatal: bool = True
+    in_numbers: bool = False
 
 
 def error(what: str, *, expected: str, found: str, do: str) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from common.rundir import RunDir
@@ -18,18 +19,15 @@ def check_layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
     stage is world / PP neighbouring ranks.
     """
     sizes = (plan.tensor_parallel, plan.pipeline_parallel, plan.context_parallel, plan.virtual_pipeline or 1)
-    if min(sizes) < 1:
-        yield error("a parallel size below 1", expected="1 or more", found=f"TP, PP, CP, VP = {sizes}", do="fix it")
-        return
-    if min(plan.devices, plan.num_nodes, plan.micro_batch_size, plan.global_batch_size) < 1:
-        return  # _check_numbers reports it
+    if min(*sizes, plan.devices, plan.num_nodes, plan.micro_batch_size, plan.global_batch_size) < 1:
+        return  # recipes/limits.py reports it
     world, model = plan.devices * plan.num_nodes, plan.model_parallel
     if world % model:
         yield error(
             "devices do not divide into model-parallel groups",
             expected="world size = TP x PP x CP x DP, each whole",
             found=f"{world} devices, TP x PP x CP = {model}",
-            do="change trainer.devices or the parallel sizes",
+            do=_devices_that_divide(plan),
         )
         return
     yield from _check_tensor_parallel(plan)
@@ -40,8 +38,19 @@ def check_layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
             "no sequence or context parallelism on the CPU",
             expected="tensor, pipeline and data parallelism: only Transformer Engine's layers have the others",
             found=f"sequence_parallel={plan.sequence_parallel}, CP = {plan.context_parallel}",
-            do="leave it out, or take a GPU recipe",
+            do=f"{_PATH}sequence_parallel=False {_PATH}context_parallel_size=1, or a GPU recipe",
         )
+
+
+def _devices_that_divide(plan: Plan) -> str:
+    """The nearest number of devices per node that makes whole groups, or no model parallelism where there is none."""
+    fitting = [
+        n
+        for n in range(1, 2 * max(plan.devices, plan.model_parallel) + 1)
+        if not n * plan.num_nodes % plan.model_parallel
+    ]
+    nearest = min(fitting, key=lambda n: abs(n - plan.devices))
+    return f"trainer.devices={nearest}, or other parallel sizes"
 
 
 def _check_tensor_parallel(plan: Plan) -> Iterator[Finding]:
@@ -69,11 +78,12 @@ def _check_tensor_parallel(plan: Plan) -> Iterator[Finding]:
     parts = 2 * plan.context_parallel if plan.context_parallel > 1 else 1
     for divisor, what in ((parts, "2 x CP"), (tp if plan.sequence_parallel else 1, "TP")):
         if plan.seq_length % divisor:
+            length = max(1, plan.seq_length // divisor) * divisor
             yield error(
                 "the sequence cannot be split",
                 expected=f"data.seq_length divisible by {what} = {divisor}",
                 found=str(plan.seq_length),
-                do=f"data.seq_length={plan.seq_length // divisor * divisor} (and model.config.seq_length)",
+                do=f"data.seq_length={length} model.config.seq_length={length}, the same in both",
             )
 
 
@@ -85,7 +95,8 @@ def _check_machines(plan: Plan) -> Iterator[Finding]:
             "tensor-parallel groups cross machines",
             expected=f"devices per node divisible by TP = {plan.tensor_parallel}: NVLink for two all-reduces per layer",
             found=f"trainer.devices={plan.devices}",
-            do=f"{_PATH}tensor_model_parallel_size=1 or 2, or more pipeline stages instead",
+            do=f"{_PATH}tensor_model_parallel_size={math.gcd(plan.devices, plan.tensor_parallel)}, or more pipeline"
+            " stages instead",
         )
     stage = plan.devices * plan.num_nodes // plan.pipeline_parallel
     if plan.pipeline_parallel > 1 and stage % plan.devices:
@@ -113,7 +124,9 @@ def _check_pipeline(plan: Plan) -> Iterator[Finding]:
             "the layers do not divide into stages",
             expected=f"layers divisible by PP x VP = {pp * vp}",
             found=f"{plan.shape.num_layers} layers",
-            do="other sizes: " + ", ".join(str(n) for n in range(1, 9) if plan.shape.num_layers % n == 0) + " divide",
+            do=f"model.config.num_layers={max(1, round(plan.shape.num_layers / (pp * vp))) * pp * vp}, or other sizes: "
+            + ", ".join(str(n) for n in range(1, 9) if plan.shape.num_layers % n == 0)
+            + " divide",
         )
     micro_batches = max(1, plan.num_micro_batches)
     if vp > 1 and micro_batches % pp:

@@ -27,7 +27,7 @@ def test_a_run_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert find_run(words).path.resolve() == (tmp_path / "runs/mine").resolve()
     with pytest.raises(UserError) as error:
         find_run("runs/mien")
-    assert "'mine'" in error.value.do and error.value.expected == "one of mine"
+    assert "did you mean mine?" in error.value.do and error.value.expected == "one of mine"
     with pytest.raises(UserError, match="no runs at all in elsewhere"):
         find_run("elsewhere/mine")
 
@@ -52,4 +52,4 @@ def test_a_training_run_may_be_named_by_its_path(tmp_path: Path) -> None:
     assert choose(RunSpec(recipe="tiny", name=str(run.path), resume=True), tmp_path).path == run.path
     with pytest.raises(UserError, match="unknown run 'mien'") as error:
         choose(RunSpec(recipe="tiny", name="mien", resume=True), tmp_path)
-    assert "'mine'" in error.value.do
+    assert "did you mean mine?" in error.value.do

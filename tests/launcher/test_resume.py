@@ -101,11 +101,11 @@ def test_a_resumed_run_stands_on_its_recorded_words() -> None:
         executor="slurm",
         cluster="site.yaml",
         env="cpu+dev",
-        overrides=("optim.lr_scheduler.kind=wsd", "trainer.max_steps=100", "data.micro_batch_size=2"),
+        overrides=("optim.lr_scheduler.warmup_steps=5", "trainer.max_steps=100", "data.micro_batch_size=2"),
     )
     asked = RunSpec(recipe="qwen25_tiny", name="r", resume=True, overrides=("trainer.max_steps=200",))
     found = continue_run(recorded, asked)
-    assert found.overrides == ("optim.lr_scheduler.kind=wsd", "data.micro_batch_size=2", "trainer.max_steps=200")
+    assert found.overrides == ("optim.lr_scheduler.warmup_steps=5", "data.micro_batch_size=2", "trainer.max_steps=200")
     assert (found.executor, found.cluster, found.env, found.name) == ("slurm", "site.yaml", "cpu+dev", "r")
     doubled = continue_run(recorded, dataclasses.replace(asked, overrides=("trainer.max_steps*=2",)))
     assert resolve(doubled).plan.max_steps == 200

@@ -72,7 +72,7 @@ def test_shell_completion_knows_the_commands() -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(UserError) as error:
         registry.resolve("qwen25_500m_singel")
-    assert "did you mean 'qwen25_500m_single'" in error.value.do
+    assert "did you mean --recipe qwen25_500m_single?" in error.value.do
     assert error.value.exit_code == 2
 
 
@@ -232,7 +232,7 @@ def test_length_and_batch_in_tokens() -> None:
     with pytest.raises(UserError, match="both say"):
         resolve(dataclasses.replace(spec, overrides=("trainer.max_steps=5",)))
     assert resolve(RunSpec(recipe="qwen25_500m_cpt", profile="wsd")).plan.schedule == "wsd"
-    with pytest.raises(UserError, match="did you mean 'strong'"):
+    with pytest.raises(UserError, match="did you mean --profile strong"):
         resolve(RunSpec(recipe="qwen25_500m_cpt", profile="stron"))
 
 

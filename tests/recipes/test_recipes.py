@@ -119,11 +119,11 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
         ("data.micro_batch_sise=2", "did you mean data.micro_batch_size"),
         ("trainer.strategy.gradient_as_bucket_view=True", ""),  # stock NeMo swallows it
         ("trainer.strategy.tensor_parallel=2", "tensor_model_parallel_size"),
-        ("modle.config.num_layers=8", "did you mean model.config.num_layers=...?"),
+        ("modle.config.num_layers=8", "did you mean model.config.num_layers=8?"),
         ("model.config.num_layers.x=8", "launch.py paths"),
         ("trainer.callbacks[7].x=3", "launch.py paths"),
-        ("data.micro_batch_size=two", "value of that type"),
-        ("data.eod_mask_loss=maybe", "value of that type"),
+        ("data.micro_batch_size=two", "data.micro_batch_size=4, as the recipe"),
+        ("data.eod_mask_loss=maybe", "data.eod_mask_loss=False, as the recipe"),
     ),
 )
 def test_wrong_overrides(word: str, hint: str, partials: dict[str, Any]) -> None:

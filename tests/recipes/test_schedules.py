@@ -228,7 +228,7 @@ def test_profiles(name: str, max_steps: int) -> None:
 
 
 def test_profile_errors() -> None:
-    with pytest.raises(UserError, match="did you mean 'gentle'"):
+    with pytest.raises(UserError, match="did you mean --profile gentle"):
         profiles.profile("gentel")
     with pytest.raises(UserError, match="at least 10 steps"):
         profiles.schedule("wsd", 3)

@@ -33,7 +33,7 @@ assert not heavy, heavy
 
 
 def test_what_is_missing_is_refused_before_anything_is_built() -> None:
-    with pytest.raises(UserError, match="did you mean 'slurm'"):
+    with pytest.raises(UserError, match="did you mean --executor slurm"):
         executor_table.check("slrum", None)
     for name in ("slurm", "k8s"):
         with pytest.raises(UserError, match="--cluster FILE") as refused:

@@ -194,6 +194,7 @@ def test_folder_with_what_slurm_expands(tmp_path: Path, monkeypatch: pytest.Monk
         workdir_on_nodes(Cluster())
 
 
+@pytest.mark.nemo  # the tunnel is NeMo-Run's
 def test_sbatch_gets_whole_words(stubs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with spaces, quotes and a command in its name, through the real tunnel."""
     from launcher.executors.slurm import _run_sbatch

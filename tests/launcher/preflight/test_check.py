@@ -104,7 +104,7 @@ def test_a_sequence_longer_than_a_split(corpus: Path) -> None:
 
 
 def test_schedule_warnings_do_not_stop_a_run(corpus: Path) -> None:
-    assert "warm-up is longer" in _only(_check(corpus, warmup_steps=500), fatal=False)
+    assert "warm-up is longer" in _only(_check(corpus, warmup_steps=500, decay_end=600), fatal=False)
     assert "validation interval is longer" in _only(_check(corpus, val_check_interval=500), fatal=False)
     assert "more than 4 times" in _only(_check(corpus, max_steps=5000), fatal=False)
 

@@ -42,7 +42,6 @@ def test_every_recipe_adds_up() -> None:
         ({"global_batch_size": 48}, "virtual stages take micro batches in rounds of PP", True),
         ({"global_batch_size": 16, "virtual_pipeline": None}, "the pipeline is idle for too long", False),
         ({"accelerator": "cpu"}, "no sequence or context parallelism on the CPU", True),
-        ({"tensor_parallel": 0}, "a parallel size below 1", True),
     ],
 )
 def test_wrong_layouts(changes: dict[str, Any], problem: str, fatal: bool) -> None:
