@@ -125,7 +125,7 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None) ->
         log.error(
             "rank %s ended without an error message: killed from outside (out of memory?) or crashed in a library\n%s",
             ", ".join(map(str, killed)),
-            _read_last_lines(starter_log),
+            _read_last_lines(starter_log, logs / "console.log"),
         )
         _log_later_failures(known, None, logs)
         return EXIT_RUN
@@ -139,7 +139,9 @@ def _log_later_failures(known: dict[int, RankState], first: int | None, logs: Pa
     log.error("logs: %s/rank-*.log", logs)
 
 
-def _read_last_lines(path: Path | None, lines: int = 25) -> str:
+def _read_last_lines(path: Path | None, shown: Path, lines: int = 25) -> str:
+    """The last lines of a log, without those that the console has shown."""
     if path is None or not path.is_file():
         return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+    known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()
+    return "\n".join(line for line in path.read_text(errors="replace").splitlines()[-lines:] if line not in known)

@@ -61,7 +61,7 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
             code = _launch(spec, folder, launcher_log, explain_failure)
             while not spec.dryrun and (again := retries.next_spec(folder, code)):
                 launcher_log.path = None
-                code = _launch(again, folder, launcher_log, explain_failure)
+                code = _launch(again, folder, launcher_log, explain_failure, is_retry=True)
             return code
     finally:
         run_lock.release(folder.path, run_lock.LAUNCHER)
@@ -102,7 +102,15 @@ def _removed_after_dry_run(spec: RunSpec, folder: RunDir) -> Iterator[None]:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_failure: ExplainFailure | None) -> int:
+def _launch(
+    spec: RunSpec,
+    folder: RunDir,
+    launcher_log: LauncherLog,
+    explain_failure: ExplainFailure | None,
+    *,
+    is_retry: bool = False,
+) -> int:
+    """One attempt; the lines of a retry would repeat those of the first."""
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
     submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
@@ -124,7 +132,7 @@ def _launch(spec: RunSpec, folder: RunDir, launcher_log: LauncherLog, explain_fa
         return EXIT_PREFLIGHT
     with _stdout_is_stderr() as stdout:
         built = build.build(resolved, folder, adapt_to_machine=trains_here)
-        for line in built.lines:
+        for line in () if is_retry else built.lines:
             log.info("%s", line)
         changed = built.plan != resolved.plan  # by the body of the recipe's function
         fit_to_start = fit_to_start and not (changed and _preflight(built.plan, folder, resolved.spec, cluster))

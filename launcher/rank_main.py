@@ -118,22 +118,22 @@ def _start_or_resume(built: build.Built, folder: RunDir, attempt: Path, where: R
 
 
 def _agreed_checkpoint(folder: RunDir, decision: Path, where: RankInfo) -> Path | None:
-    """The checkpoint that all ranks continue from, or None: rank 0 checks its files and writes its name for the others.
+    """The checkpoint that all ranks continue from, or None. The launcher or rank 0 has checked its files and named it.
 
     Raises:
         UserError: every checkpoint is damaged.
-        ProjectError: rank 0 wrote no decision in time.
+        ProjectError: rank 0 named none in time.
     """
-    if where.rank == 0:
-        found = newest_good_checkpoint(folder)
-        write_atomic(decision, f"{where.restarts} {found.name if found else ''}\n")
-        return found
     end = time.monotonic() + _DECISION_LIMIT_S
     while time.monotonic() < end:
         words = decision.read_text().split() if decision.is_file() else []
         if words[:1] == [str(where.restarts)]:
             return folder.checkpoints / words[1] if len(words) > 1 else None
-        time.sleep(0.2)
+        if where.rank == 0:
+            found = newest_good_checkpoint(folder)
+            write_atomic(decision, f"{where.restarts} {found.name if found else ''}\n")
+        else:
+            time.sleep(0.2)
     raise ProjectError(
         "rank 0 has not said which checkpoint the run continues from",
         expected=f"{decision} within {_DECISION_LIMIT_S:.0f} s",
