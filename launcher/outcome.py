@@ -83,7 +83,10 @@ def _write_end(job: Job, phase: str, ending: Ending) -> None:
     if status is None or (phase == status.phase == run_status.DONE):
         return
     try:
-        dataclasses.replace(status, phase=phase, ending=ending, updated=ending.time).write(job.folder.status)
+        ended = dataclasses.replace(status, phase=phase, ending=ending, updated=ending.time)
+        ended.write(job.folder.status)
+        if job.logs.is_dir():
+            ended.write(job.logs / "status.json")  # the next attempt replaces the run's own
     except OSError as problem:
         log.warning("status: cannot write %s: %s", job.folder.status, problem)
 

@@ -8,6 +8,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
+from common.run_status import FAILED
 from report.read import Row, RunFiles, finite, number
 
 UNCHANGED = 0.005  # nats per token; a smaller difference is called unchanged
@@ -97,10 +98,11 @@ class Throughput:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: newest logged step and planned steps, None where not recorded."""
+    """How far a run is: newest logged step and planned steps, None where not recorded; whether it failed."""
 
     step: int | None
     planned: int | None
+    failed: bool = False
 
     @property
     def unfinished(self) -> bool:
@@ -108,6 +110,8 @@ class Progress:
         return self.step is not None and self.planned is not None and self.step < self.planned
 
     def __str__(self) -> str:
+        if self.failed:
+            return f"failed after step {self.step or 0:,} of {self.planned or 0:,}"
         if self.step is None:
             return "no training step recorded"
         if self.planned is None:
@@ -122,7 +126,8 @@ class Progress:
 def get_progress(files: RunFiles) -> Progress:
     """The newest logged step beside trainer.max_steps."""
     planned = finite(files.at("trainer.max_steps"))
-    return Progress(files.train[-1]["step"] if files.train else None, int(planned) if planned else None)
+    failed = files.status is not None and files.status.phase == FAILED
+    return Progress(files.train[-1]["step"] if files.train else None, int(planned) if planned else None, failed)
 
 
 def compute_changes(files: RunFiles) -> list[DomainChange]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
 from report.read import RunFiles
+from report.system import read_system
 from report.theme import (
     DASHES,
     FORGOTTEN,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = ("validation", "loss", "lr", "grad_norm", "replay", "throughput", "memory")
+FIGURES = ("validation", "loss", "lr", "grad_norm", "replay", "throughput", "memory", "power")
 WIDE, NARROW = 10.8, 5.2  # inches: the full width of the page, and half of it or a phone's screen
 LabelledChanges = list[tuple[str, list[DomainChange]]]  # (label of a run, its changes)
 
@@ -44,6 +45,7 @@ def draw_figures(files: RunFiles, runs: LabelledChanges, tokens: list[DomainToke
         "replay": [draw_shares(tokens, width) for width in (WIDE, NARROW)],
         "throughput": [draw_column(files, "tokens_per_second", "tokens/s")],
         "memory": [draw_column(files, "memory_gib", "GiB")],
+        "power": [draw_power(read_system(files.run).power)],
     }
     drawn = {name: [figure for figure in versions if figure] for name, versions in figures.items()}
     return {name: versions for name, versions in drawn.items() if versions}
@@ -121,6 +123,20 @@ def draw_column(files: RunFiles, key: str, name: str) -> Figure | None:
     axes.set_xlabel("step")
     axes.set_ylabel(name)
     thousands(axes.xaxis)
+    axes.yaxis.set_major_formatter(lambda value, _: tick(value))
+    return figure
+
+
+def draw_power(samples: list[tuple[float, float]]) -> Figure | None:
+    """Watts of the first node's GPUs over the hours."""
+    if not samples:
+        return None
+    figure, axes = canvas(NARROW, 2.6)
+    hours, watts = [hour for hour, _ in samples], [watt for _, watt in samples]
+    axes.plot(*thin_out(hours, watts), color=PALETTE[5], marker="o" if len(hours) == 1 else "")
+    axes.set_ylim(0, 1.12 * max(watts) or 1.0)
+    axes.set_xlabel("hours")
+    axes.set_ylabel("watts")
     axes.yaxis.set_major_formatter(lambda value, _: tick(value))
     return figure
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.run_status import RunStatus, read_status
 from common.rundir import RunDir
 
 Row = dict[str, Any]
@@ -38,6 +39,7 @@ class RunFiles:
         train: training rows by ascending step; where a step was trained twice, the later row.
         validation: validation rows by ascending step, likewise.
         records: parsed JSON of `RECORDS`, by file name; a missing or broken file has no entry.
+        status: status.json, None for a run of an earlier version.
         notes: what is missing or unreadable, one phrase for each.
     """
 
@@ -49,6 +51,7 @@ class RunFiles:
     train: list[Row] = field(default_factory=list)
     validation: list[Row] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    status: RunStatus | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -89,6 +92,7 @@ def read_run(run: RunDir) -> RunFiles:
     files.config = _read_yaml(run.config, files.notes)
     env = _read_json(run.env, files.notes, "who set which environment variable")
     files.env = [row for row in env if isinstance(row, dict)] if isinstance(env, list) else []
+    files.status = read_status(run.status)
     _read_metrics(files)
     for name, about in RECORDS.items():
         path = run.path / name

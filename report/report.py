@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 from common.files import write_atomic
 from common.rundir import RUNS, find_run
 from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens
+from report.attempts import read_attempts
 from report.corpus_hashes import count_data_bytes
 from report.figures import FIGURES, LabelledChanges, draw_figures
 from report.page import ReportData, label_runs, render
 from report.passport import check_files
 from report.read import RunFiles, read_run
+from report.system import read_system
 from report.theme import figure_style, to_png, to_svg
 from report.warnings import find_warnings
 
@@ -59,6 +61,8 @@ def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]])
         passport=check_files(files, quick=quick),
         figures=_draw(files, [(labels[f.run.path.as_posix()], c) for f, c in runs]),
         others=others,
+        attempts=read_attempts(files.run),
+        system=read_system(files.run),
     )
 
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +89,9 @@ def thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
-def thin_out(steps: list[int], values: list[float], most: int = 1200) -> tuple[list[int], list[float]]:
+def thin_out(
+    steps: Sequence[float], values: Sequence[float], most: int = 1200
+) -> tuple[Sequence[float], Sequence[float]]:
     """About `most` points at most: the lowest and the highest of each stretch, so that no spike disappears."""
     if len(values) <= most:
         return steps, values

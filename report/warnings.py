@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from common.run_status import FAILED
 from report.analysis import DomainChange, DomainTokens, find_spikes, get_progress
 from report.read import RunFiles, number
+from report.system import read_system
 
 EPOCHS = 4.0  # beyond this, repeated tokens teach little (Muennighoff et al., 2023, arXiv 2305.16264)
 FORGOTTEN = 0.1  # nats per token, on a replayed or unnamed domain
+HOT = 0.05  # share of the samples of the GPUs
 DRIFT = 0.02  # difference between planned and consumed share of tokens
 
 
@@ -59,11 +62,19 @@ def _tokens(tokens: list[DomainTokens]) -> Iterator[str]:
 
 
 def _state(files: RunFiles) -> Iterator[str]:
-    progress = get_progress(files)
-    if progress.step is None:
+    progress, ending = get_progress(files), files.status.ending if files.status else None
+    if ending is not None and files.status is not None and files.status.phase == FAILED:
+        where = f"rank {ending.rank} on {ending.host}: " if ending.rank is not None else ""
+        advice = f" Do this: {ending.advice}." if ending.advice else ""
+        steps = f"step {files.status.step:,} of {files.status.max_steps:,}"
+        yield f"This run failed at {steps}: {where}{ending.summary}.{advice}"
+    elif progress.step is None:
         yield "No training step is recorded yet."
     elif progress.unfinished:
         yield f"This run is {progress}."
+    hot = read_system(files.run).hot_share
+    if hot is not None and hot > HOT:
+        yield f"Heat slowed the GPUs down in {hot:.0%} of the samples: look at the cooling."
     if len(files.run.attempts) > 1:
         yield (
             f"Trained in {len(files.run.attempts)} attempts; steps that were trained twice count once, "
