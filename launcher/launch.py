@@ -140,7 +140,7 @@ def _launch(
             return EXIT_PREFLIGHT
         text = _write(resolved.spec, built, folder, settings, cluster)
         if spec.dryrun:
-            _draw_learning_rate(built.partial, folder)
+            _check_learning_rate(built.partial, folder if spec.write else None)
             stdout.write(text)
     job = _job(resolved, built.plan, folder, settings, cluster, built)
     launcher_log.path = job.logs / "launcher.log"
@@ -303,16 +303,19 @@ def _log_run(resolved: Resolved, folder: RunDir, settings: list[Setting]) -> Non
         log.info("env %s=%s (%s: %s)", s.key, s.value, s.source, "kept as it was" if s.source == "user" else s.reason)
 
 
-def _draw_learning_rate(partial: run.Partial, folder: RunDir) -> None:
-    """Draw the learning-rate curve of the whole run (also checks its parameters)."""
+def _check_learning_rate(partial: run.Partial, folder: RunDir | None) -> None:
+    """Check the schedule that the recipe's function has built; draw it as lr.png in a folder that is kept."""
     import fiddle as fdl
 
     from recipes.build.lr_slot import StepSchedule
     from recipes.curve import plot
 
     slot = fdl.build(partial.optim.lr_scheduler)
-    if isinstance(slot, StepSchedule) and partial.trainer.max_steps > 0:
-        plot(slot.schedule(partial.optim.config.lr), partial.trainer.max_steps, folder.path / "lr.png")
+    if not isinstance(slot, StepSchedule) or partial.trainer.max_steps < 1:
+        return
+    curve = slot.schedule(partial.optim.config.lr)
+    if folder is not None:
+        plot(curve, partial.trainer.max_steps, folder.path / "lr.png")
 
 
 def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> list[Finding]:
