@@ -68,7 +68,9 @@ def resume(request: ResumeRequest) -> None:
     from launcher.launch import launch
     from watch.diagnose import explain_failure
 
-    raise typer.Exit(launch(request.spec(), explain_failure))
+    _console()
+    with request.folder() as folder:
+        raise typer.Exit(launch(request.spec(folder), explain_failure))
 
 
 @app.command(rich_help_panel=BEFORE)

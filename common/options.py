@@ -69,7 +69,5 @@ def _typer_parameter(field: dataclasses.Field[Any], kind: Any, arguments: Sequen
     text, metavar = field.metadata["help"], field.metadata["metavar"]
     if field.name in arguments:
         return typer.Argument(help=text, metavar=metavar)
-    name = "--" + field.name.replace("_", "-")
-    if kind is bool:  # without a --no-NAME
-        return typer.Option(name, help=text)
-    return typer.Option(help=text, metavar=metavar)
+    name = "--" + field.name.rstrip("_").replace("_", "-")  # from_ is --from, which Python keeps for itself
+    return typer.Option(name, help=text, metavar=None if kind is bool else metavar)  # without a --no-NAME

@@ -3,6 +3,7 @@
 by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
 during the run: gates.json step0.json metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
+command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
 after it: export.json report.html
 """
 
@@ -129,7 +130,10 @@ class RunDir:
         return [self.spec_file, self.config, self.env, self.command, self.version, self.run_file]
 
     def write(self, spec: RunSpec, config: str, settings: Sequence[Setting], argv: Sequence[str]) -> None:
-        """Everything needed to know, and repeat, what was run."""
+        """Everything needed to know, and repeat, what was run; the command of the attempt before goes to its logs."""
+        before = self.attempt(spec.attempt - 1)
+        if before.is_dir() and self.command.is_file():
+            write_atomic(before / self.command.name, self.command.read_text())
         write_atomic(self.spec_file, spec.to_json())
         write_atomic(self.config, config)
         write_atomic(self.env, json.dumps([asdict(s) for s in settings], indent=1) + "\n")

@@ -19,7 +19,7 @@ from common.errors import EXIT_PREFLIGHT, UserError
 from common.files import write_atomic
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher import batch_size, build, data_records, executor_table, executors, run_file
+from launcher import batch_size, build, data_records, executor_table, executors, resume, run_file
 from launcher.executors import Job
 from launcher.launcher_log import LauncherLog, keep_launcher_log
 from launcher.outcome import ExplainFailure, submit_and_record
@@ -119,6 +119,10 @@ def _launch(
     sees_run = executor_table.shares_run_folder(executor, cluster)
     if spec.resume and sees_run:
         rundir.check_resumable(folder)
+        if (done := resume.describe_if_complete(folder, resolved.plan)) is not None:
+            log.info("%s", done)
+            if not spec.dryrun:
+                return 0
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
     gpus = _known_gpus(resolved.plan, cluster, trains_here)

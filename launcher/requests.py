@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from common.errors import UserError
 from common.options import option
 
 if TYPE_CHECKING:  # imported where they are needed: the help shows these options without reading recipes
+    from common.rundir import RunDir
     from common.spec import RunSpec
 
 
@@ -103,17 +106,40 @@ class ResumeRequest(RunRequest):
     """The options of `resume`; what is not given stays as the run was started."""
 
     run: str = option("A run: NAME or runs/NAME.", metavar="RUN")
+    from_: str | None = option(
+        "Continue from this checkpoint, in a new run; `list RUN` shows them.", metavar="step-N", default=None
+    )
+    name: str | None = option("With --from: the new run; default: RUN-from-step-N.", metavar="NEW", default=None)
 
-    def spec(self) -> RunSpec:
-        """What is to be continued, and the changes given.
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[RunDir]:
+        """The run to continue; with --from a new one, which is removed again if nothing starts in it.
 
         Raises:
-            UserError: there is no such run.
+            UserError: there is no such run or checkpoint, or the new run's name is in use.
         """
         from common.rundir import find_run
+        from launcher.fork_run import forked
+
+        if self.from_ is None and self.name is not None:
+            raise UserError(
+                "--name is for a new run",
+                expected="--name with --from, or neither",
+                found=f"--name {self.name}",
+                do=f"leave --name {self.name} out",
+            )
+        run = find_run(self.run)
+        with forked(run, self.from_, self.name) if self.from_ is not None else contextlib.nullcontext(run) as folder:
+            yield folder
+
+    def spec(self, folder: RunDir) -> RunSpec:
+        """What is to be continued in `folder`, and the changes given.
+
+        Raises:
+            UserError: no run was written there.
+        """
         from common.spec import RunSpec
 
-        folder = find_run(self.run)
         return RunSpec(
             recipe=folder.spec().recipe,
             executor=self.executor,

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint_files import find_damage, has_list, total_bytes
+from common.commands import launch_command
 from common.errors import UserError
-from common.rundir import RunDir
+from common.rundir import RUNS, RunDir, checkpoint_step
 from data.manifest import FILE_NAME, load_manifest
 from data.resolve_blend import resolve_run_blend
 from recipes.plan import Plan
@@ -113,6 +114,16 @@ def check(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> list
                 do=f"leave {path} as it was, or start a new run with --name",
             )
     return [f"{path}: {old!r} -> {new!r}" for path, (old, new) in found.items()]
+
+
+def describe_if_complete(run: RunDir, plan: Plan) -> str | None:
+    """What to say of a run whose newest complete checkpoint is its last step; None if there are steps left."""
+    step = checkpoint_step(run.complete_checkpoints()[-1])
+    if step < plan.max_steps:
+        return None
+    name = run.name if run.path.parent == RUNS else str(run.path)
+    longer = launch_command("resume", name, f"trainer.max_steps={2 * plan.max_steps}")
+    return f"{run.path} is complete already: step {step} of {plan.max_steps}; to train it for longer: {longer}"
 
 
 def check_data(run: RunDir, now: dict[str, Any]) -> None:

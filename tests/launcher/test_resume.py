@@ -83,6 +83,16 @@ def test_a_longer_run_must_not_reshuffle(sample: Path) -> None:
     resume.check_order(before, dataclasses.replace(plan, max_steps=800), 800)
 
 
+def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
+    run = RunDir("r", tmp_path)
+    (run.checkpoints / "step-400" / "weights").mkdir(parents=True)
+    (run.checkpoints / "step-400" / "weights" / "metadata.json").touch()
+    said = resume.describe_if_complete(run, _plan())
+    assert said is not None and "complete already: step 400 of 400" in said
+    assert said.endswith(f"launch.py resume {run.path} trainer.max_steps=800")
+    assert resume.describe_if_complete(run, _plan(max_steps=401)) is None
+
+
 def test_a_corpus_prepared_again_is_noticed(sample: Path, tmp_path: Path) -> None:
     run = RunDir("r", tmp_path)
     run.path.mkdir()

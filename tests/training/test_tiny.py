@@ -45,6 +45,23 @@ def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tm
     assert [p.name for p in sorted((tmp_path / "resumed/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
 
 
+def _continue_from(words: list[str]) -> list[dict[str, Any]]:
+    import launch
+
+    assert launch._run(words) == 0
+    return [json.loads(line) for line in Path("runs/again/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_new_run_from_an_older_checkpoint(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
+    """`resume RUN --from step-N --name NEW` gives the losses of the first run, which stays as it is."""
+    steps = (*SHORT, "log.ckpt.every_n_train_steps=4", "trainer.max_steps=8")
+    first = forked(train, sample, *steps)
+    again = forked(_continue_from, ["resume", "run", "--from", "step-4", "--name", "again"])
+    assert _losses(again) == _losses(first) and len(_losses(first)) == 8
+    assert sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir()) == ["step-4", "step-8"]
+    assert "again" not in (tmp_path / "runs/run/spec.json").read_text()
+
+
 def test_losses_are_the_recorded_ones(sample: Path, forked: Callable[..., Any]) -> None:
     """A refactor must not change the losses. They are recorded by the corpus's hash, as each Python has other texts."""
     found = _losses(forked(train, sample, *SHORT, "trainer.max_steps=10"))

@@ -1,0 +1,61 @@
+"""`resume RUN --from step-N`: a new run with the older checkpoint, its records, and the metrics up to there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common.errors import UserError
+from common.rundir import RunDir
+from common.spec import RunSpec
+from launcher.fork_run import forked
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir("r", tmp_path / "runs")
+    for step in (10, 20):
+        weights = run.checkpoints / f"step-{step}" / "weights"
+        weights.mkdir(parents=True)
+        (weights / "metadata.json").write_text("{}")
+    run.attempt(1).mkdir(parents=True)
+    run.write(RunSpec(recipe="qwen25_tiny", name="r", overrides=("data.seed=3",)), "a: 1\n", [], ["launch.py", "one"])
+    run.metrics.write_text("".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in (5, 10, 15, 20)))
+    return run
+
+
+def test_the_new_run_holds_what_came_before_the_checkpoint(run: RunDir) -> None:
+    with forked(run, "step-10", None) as new:
+        assert new.name == "r-from-step-10"
+        assert [path.name for path in new.complete_checkpoints()] == ["step-10"]
+        assert [json.loads(line)["step"] for line in new.metrics.read_text().splitlines()] == [5, 10]
+        assert (new.spec().name, new.spec().overrides, new.attempts) == ("r-from-step-10", ("data.seed=3",), [])
+        new.attempt(1).mkdir(parents=True)  # as a start leaves it
+    assert new.path.exists()
+    assert [path.name for path in run.complete_checkpoints()] == ["step-10", "step-20"]
+    (new.checkpoints / "step-10" / "weights" / "metadata.json").unlink()
+    assert (run.checkpoints / "step-10" / "weights" / "metadata.json").exists()
+
+
+def test_nothing_stays_of_a_launch_that_started_nothing(run: RunDir) -> None:
+    with pytest.raises(ZeroDivisionError), forked(run, "10", "other") as new:
+        assert new.name == "other"
+        raise ZeroDivisionError
+    assert [path.name for path in run.path.parent.iterdir()] == ["r"]
+
+
+def test_what_cannot_be_forked(run: RunDir) -> None:
+    with pytest.raises(UserError, match="no complete checkpoint step-11") as error, forked(run, "11", None):
+        pass
+    assert error.value.do == "--from step-20"
+    with pytest.raises(UserError, match="cannot name the new run"), forked(run, "10", "r"):
+        pass
+
+
+def test_the_command_of_each_attempt_is_kept(run: RunDir) -> None:
+    assert run.command.read_text() == "launch.py one\n"
+    run.write(RunSpec(recipe="qwen25_tiny", name="r", attempt=2), "a: 1\n", [], ["launch.py", "resume", "r"])
+    assert (run.attempt(1) / "command.txt").read_text() == "launch.py one\n"
+    assert run.command.read_text() == "launch.py resume r\n"
