@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 try:
     import typer
@@ -14,7 +14,7 @@ except ModuleNotFoundError:
 
 from common.options import options_from
 from data.prepare.request import PrepareRequest
-from launcher.command_help import GroupedHelp
+from launcher.command_help import FullSummaries, GroupedHelp
 from launcher.requests import ResumeRequest, TrainRequest
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -28,8 +28,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
-data = typer.Typer(help="Training data.", rich_markup_mode=None, no_args_is_help=True)
-convert = typer.Typer(help="Hugging Face <-> NeMo.", rich_markup_mode=None, no_args_is_help=True)
+GROUP: dict[str, Any] = {"cls": FullSummaries, "rich_markup_mode": None, "no_args_is_help": True}
+data = typer.Typer(help="Training data.", **GROUP)
+convert = typer.Typer(help="Hugging Face <-> NeMo.", **GROUP)
 app.add_typer(data, name="data", rich_help_panel=BEFORE)
 app.add_typer(convert, name="convert", rich_help_panel=AFTERWARDS)
 
@@ -126,9 +127,15 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
 @convert.command(name="import")
 def import_(source: str, output: Path) -> None:
     """A Qwen2/Qwen2.5 model (HF folder or hub id) as a NeMo checkpoint."""
-    from convert.import_hf import import_hf
+    from common.hub import check_model_name
+    from convert.output_folder import check_output
 
     _console()
+    if not (Path(source) / "weights").is_dir():
+        check_model_name(source)
+    check_output(output, 0)
+    from convert.import_hf import import_hf
+
     print(import_hf(source, output))
 
 
@@ -150,9 +157,15 @@ def verify(
     left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
 ) -> None:
     """Compare two models, parameters and logits; exit code 1 if they differ."""
-    from convert.verify import verify as compare
+    from common.hub import check_model_name
+    from common.rundir import existing_run
 
     _console()
+    for name in (left, right):
+        if existing_run(name) is None:
+            check_model_name(name)
+    from convert.verify import verify as compare
+
     raise typer.Exit(0 if compare(left, right, num_tokens=tokens).ok else 1)
 
 
@@ -293,7 +306,9 @@ def _run(argv: list[str]) -> int:
         the exit code.
     """
     from common.errors import EXIT_INTERRUPTED, ProjectError
+    from common.logs import hide_repeated_warnings
 
+    hide_repeated_warnings()
     own = ("--help", "-h", "--version", "--install-completion", "--show-completion")
     if argv and argv[0].startswith("-") and argv[0] not in own:
         argv = ["train", *argv]

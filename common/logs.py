@@ -83,6 +83,13 @@ def log_to_file(folder: Path, rank: int = 0) -> None:
     root.addHandler(file)
 
 
+def hide_repeated_warnings() -> None:
+    """Keep these warnings off the console, for commands that have no log file; `log_to_console` brings them back."""
+    for kind in CHILD_PROCESSES_IGNORE:
+        warnings.simplefilter("ignore", kind)
+    silence_child_processes()
+
+
 def silence_child_processes() -> None:
     """Keep warnings that every Python process would repeat off the console of the processes that this one starts."""
     os.environ.setdefault("PYTHONWARNINGS", ",".join(f"ignore::{kind.__name__}" for kind in CHILD_PROCESSES_IGNORE))

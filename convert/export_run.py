@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.checkpoint_files import check_undamaged
+from common.hub import check_model_name
 from common.rundir import RUNS, RunDir, find_checkpoint
+from convert.output_folder import check_output
 
 if TYPE_CHECKING:
     from convert.verify import Verification
@@ -25,10 +27,13 @@ def export_run(source: str | Path, output: Path, like: Path | None = None, root:
     Raises:
         UserError: no such run, no complete checkpoint in it, a damaged one, or the output is not empty.
     """
+    checkpoint = find_checkpoint(source, root)  # checks that take no imports come first
+    check_output(output, 0)
+    if like is not None:
+        check_model_name(str(like))
     from convert.export_hf import export_hf
     from convert.verify import verify
 
-    checkpoint = find_checkpoint(source, root)
     check_undamaged(checkpoint)
     export_hf(checkpoint, output, like)
     result = verify(checkpoint, output)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.hub import check_model_name
 from convert.hf_config import check_supported, read_architecture, read_json
 from convert.tensor_map import hf_shapes
 
@@ -99,13 +100,7 @@ def fetch_model(source: str) -> Path:
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise UserError(
-            f"no Hugging Face model at {source}",
-            expected="a folder with config.json and safetensors, or a hub id such as Qwen/Qwen2.5-0.5B",
-            found="no such folder",
-            do="correct the path",
-        )
+    check_model_name(source)
     from huggingface_hub import snapshot_download
 
     try:

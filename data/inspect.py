@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.commands import launch_command
 from common.errors import UserError
 from data.indexed import HEADER, check_prefix, read_index
 from data.manifest import FILE_NAME, SPLITS, Manifest, load_manifest
@@ -32,10 +33,10 @@ class Pair:
 
 
 def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
-    """Print what a prepared folder, or the .bin/.idx pair of a prefix, holds.
+    """Print what a prepared folder, or the .bin/.idx pair of a prefix, holds; of a folder of corpora, a line for each.
 
     Args:
-        dir_or_prefix: a prepared folder, or a path without .bin and .idx.
+        dir_or_prefix: a prepared folder, a folder that holds such folders, or a path without .bin and .idx.
         samples: documents to decode from each split.
         tokenizer: folder or hub id; default: the folder `tokenizer` beside the files.
 
@@ -47,6 +48,10 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
 
     console = Console(highlight=False)
     path = Path(dir_or_prefix)
+    if path.is_dir() and not (path / FILE_NAME).is_file() and (found := find_corpora(path)):
+        console.print(_corpora_table(path, found))
+        print(f"one of them: {launch_command('data', 'inspect', str(found[0]))}")
+        return
     manifest = load_manifest(path) if path.is_dir() else None
     if manifest is None and not Path(f"{path}.idx").exists() and not Path(f"{path}.bin").exists():
         if path.suffix in (".bin", ".idx"):
@@ -69,6 +74,31 @@ def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str |
         return
     for pair in pairs:
         _print_samples(console, pair, decoder, samples)
+
+
+def find_corpora(folder: Path) -> list[Path]:
+    """The prepared corpora below a folder, sorted by path; unfinished ones (in hidden folders) left out."""
+    found = (path.parent for path in folder.rglob(FILE_NAME))
+    return sorted(one for one in found if not any(part.startswith(".") for part in one.relative_to(folder).parts))
+
+
+def _corpora_table(folder: Path, corpora: list[Path]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{len(corpora)} corpora in {folder}, tokens per split", title_justify="left", box=None)
+    table.add_column("corpus", overflow="fold")
+    for column in ("documents", *SPLITS, "tokenizer"):
+        table.add_column(column, justify="right")
+    for corpus in corpora:
+        manifest = load_manifest(corpus)
+        splits = manifest.splits
+        table.add_row(
+            str(corpus.relative_to(folder)),
+            f"{sum(split.documents for split in splits.values()):,}",
+            *(f"{splits[name].tokens:,}" for name in SPLITS),
+            manifest.tokenizer.fingerprint[:8],
+        )
+    return table
 
 
 def open_pair(prefix: Path) -> Pair:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
+from common.hub import is_hub_id
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_fast import PreTrainedTokenizerFast
@@ -92,7 +93,7 @@ def vocab_size(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith(".json")
+    return name.startswith((".", "/", "~")) or name.endswith(".json") or ("/" in name and not is_hub_id(name))
 
 
 def _first_line(error: Exception) -> str:
@@ -100,11 +101,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _loading_error(name: str, found: str) -> UserError:
+    files = "tokenizer.json tokenizer_config.json vocab.json merges.txt --local-dir tokenizer"
+    fetch = f"on a machine with network: huggingface-cli download {name} {files}; then --tokenizer tokenizer"
     return UserError(
         f"tokenizer {name!r} cannot be loaded",
         expected="a local folder with tokenizer.json, or a hub id that this machine can reach or has cached",
         found=found,
-        do=f"give the path of a local copy; on a machine with network: "
-        f"huggingface-cli download {name if not _looks_like_path(name) else 'Qwen/Qwen2.5-0.5B'} "
-        "tokenizer.json tokenizer_config.json vocab.json merges.txt --local-dir tokenizer",
+        do="correct the path, or give a hub id such as Qwen/Qwen2.5-0.5B" if _looks_like_path(name) else fetch,
     )

@@ -104,7 +104,7 @@ def _advise(checks: list[Check], results: list[TransportResult], best: Transport
         return [*lines, "No transport works here: follow the column `do` above, then run this again."]
     transport = best.transport
     if best is results[0]:
-        return [*lines, f"{transport.name}: works as it is; no variable needs to be set."]
+        return [*lines, f"The ranks communicate with {transport.name} as it is: no variable needs to be set for that."]
     variables = " ".join(f"{key}={value}" for key, (value, _) in transport.env.items())
     env_set = f" (--env {transport.env_set})" if transport.env_set else ""
     lines.append(f"{transport.name} is the best that works" + (f": {variables}{env_set}" if variables else "."))

@@ -14,6 +14,20 @@ EXAMPLES = """\
 PANELS = ("Before training", "While it runs", "Afterwards", "This machine")
 
 
+class FullSummaries(typer.core.TyperGroup):
+    """A command group whose help shows the whole first line of each command."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a line per command.
+
+        Args:
+            ctx, formatter: click's Context and HelpFormatter.
+        """
+        formatter.width = 100
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(limit=200)) for name, one in self.commands.items()])
+
+
 class GroupedHelp(typer.core.TyperGroup):
     """A command group whose help shows the options of `train` and one line per command, also of groups inside it."""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ProjectError
+from common.hub import is_hub_id
 from common.rundir import RunDir
 from data.blend import EPOCHS_CAP, parse_blend, read_yaml
 from data.indexed import check_prefix, read_index
@@ -151,26 +152,20 @@ def _check_length(plan: Plan, split: str, prefix: Path) -> Iterator[Finding]:
         )
 
 
-def _is_hub_id(base: str) -> bool:
-    """OWNER/NAME, and neither a folder that exists nor one of models/, where this project keeps its own."""
-    owner = base.split("/")[0]
-    return base.count("/") == 1 and base[0] not in "./~" and owner != "models" and not Path(base).is_dir()
-
-
 def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """Check the base model's shape against the recipe's, as far as its config.json tells."""
     if plan.base is None or run.complete_checkpoints():
         return
     config = Path(plan.base) / "config.json"
     if not config.is_file():
-        if _is_hub_id(plan.base):
+        if is_hub_id(plan.base):
             return  # downloaded when the ranks import it
         tiny = Path(plan.base).name == "qwen25-tiny"
         yield error(
             f"no base model in {plan.base}",
             expected="a Hugging Face folder with config.json and safetensors",
             found="no such folder" if not Path(plan.base).exists() else "a folder without config.json",
-            do="make demo trains and exports it" if tiny else "resume.base=FOLDER or a hub id",
+            do="make demo, which trains and exports it" if tiny else "resume.base=Qwen/Qwen2.5-0.5B, or a folder",
         )
         return
     hf = json.loads(config.read_text())

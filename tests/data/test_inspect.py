@@ -25,6 +25,19 @@ def test_inspect_shows_counts_and_borders(tmp_path: Path, ask: Any, capsys: pyte
     assert "test document 0" in capsys.readouterr().out
 
 
+def test_inspect_of_a_folder_of_corpora_shows_them_all(
+    tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", make_texts(200))
+    manifests = [prepare_corpus(ask(texts, output=tmp_path / "all" / name)) for name in ("one", "two/inner")]
+    inspect_corpus(tmp_path / "all")
+    shown = capsys.readouterr().out
+    assert "one" in shown and "two/inner" in shown and "2 corpora" in shown
+    assert shown.count(f"{manifests[0].splits['train'].tokens:,}") == 2
+    with pytest.raises(UserError, match="not a prepared corpus"):
+        inspect_corpus(tmp_path / "all" / "one" / "tokenizer")
+
+
 def test_inspect_names_ids_above_the_vocabulary_and_damage(
     tmp_path: Path, ask: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -163,5 +163,47 @@ def test_refused_with_advice_that_works(line: str, code: int, capfd: pytest.Capt
         command_line._run([*_with_advice(words, advice), "--dryrun"])
 
 
+@pytest.mark.parametrize(
+    ("line", "problem", "do"),
+    (
+        ("report mine", "unknown run 'mine'", "did you mean mine-2?"),
+        ("passport mime-2", "unknown run 'mime-2'", "did you mean mine-2?"),
+        ("resume nothing-like-it", "unknown run", "launch.py list"),
+        ("env DUAL", "unknown environment set 'DUAL'", "did you mean dual?"),
+        ("env gpu", "unknown environment set 'gpu'", "launch.py env"),
+        ("generate models/none hello", "no model in models/none", "convert export RUN models/none"),
+        ("generate runs/mine-2 hello", "no model in runs/mine-2", "convert export runs/mine-2 models/mine-2"),
+        ("convert export none out", "unknown run 'none'", "launch.py list"),
+        ("convert export mine-2 docs", "docs is in use", "another output folder"),
+        ("convert import models/qwen25-tiny out", "no Hugging Face model at models/qwen25-tiny", "make demo"),
+        ("convert verify models/a models/b", "no Hugging Face model at models/a", "correct the path"),
+        ("data prepare none/ --output out --tokenizer t", "no input file matches", "check the path"),
+        ("data inspect none", "none is no corpus", "check the path"),
+        ("resume mine-2 --name new", "--name is for a new run", "leave --name new out"),
+    ),
+)
+def test_other_commands_refuse_before_they_import(
+    line: str, problem: str, do: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/mine-2/checkpoints/step-1/weights").mkdir(parents=True)
+    Path("runs/mine-2/checkpoints/step-1/weights/metadata.json").touch()
+    Path("models").mkdir()
+    began = time.process_time()
+    assert command_line._run(shlex.split(line)) == EXIT_USER
+    assert time.process_time() - began < 1
+    assert not {"nemo", "nemo_run", "torch", "transformers"} & set(sys.modules)
+    text = capfd.readouterr().err
+    assert text.startswith(f"error: {problem}") and do in text.splitlines()[-1], text
+    assert "huggingface-cli" not in text and "Warning" not in text
+
+
+@pytest.mark.parametrize("command", ["", "train", "resume", "data", "data prepare", "convert", "convert verify", "env"])
+def test_help_is_complete(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """-h everywhere, and no summary that is cut off."""
+    assert command_line._run([*command.split(), "-h"]) == 0
+    assert "..." not in capfd.readouterr().out.replace("]...", "").replace("}...", "")
+    assert command_line._run(["--version"]) == 0
+
+
 def test_there_are_forty() -> None:
     assert len(set(USER + PREFLIGHT)) >= 40
