@@ -201,7 +201,7 @@ def test_other_commands_refuse_before_they_import(
 def test_help_is_complete(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     """-h everywhere, and no summary that is cut off."""
     assert command_line._run([*command.split(), "-h"]) == 0
-    assert "..." not in capfd.readouterr().out.replace("]...", "").replace("}...", "")
+    assert not re.search(r"\w\.\.\.$", capfd.readouterr().out, re.M)
     assert command_line._run(["--version"]) == 0
 
 
