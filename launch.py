@@ -125,7 +125,13 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
 
 
 @convert.command(name="import")
-def import_(source: str, output: Path) -> None:
+def import_(
+    source: str,
+    output: Path,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin if there are no safetensors.")
+    ] = False,
+) -> None:
     """A Qwen2/Qwen2.5 model (HF folder or hub id) as a NeMo checkpoint."""
     from common.hub import check_model_name
     from convert.output_folder import check_output
@@ -136,7 +142,7 @@ def import_(source: str, output: Path) -> None:
     check_output(output, 0)
     from convert.import_hf import import_hf
 
-    print(import_hf(source, output))
+    print(import_hf(source, output, trust_pickle=trust_pickle))
 
 
 @convert.command()

@@ -11,7 +11,7 @@ import torch
 
 from common.errors import UserError
 from convert.hf import CONFIG, GENERATION, copy_assets, fetch_model, write_weights
-from convert.hf_config import make_config, read_architecture
+from convert.hf_config import make_config, read_architecture, read_json
 from convert.nemo import HF, NeMoCheckpoint, is_checkpoint
 from convert.output_folder import check_output, complete_or_absent
 
@@ -92,7 +92,7 @@ def _hf_files(like: Path) -> Path:
 
 
 def _config_of_source(model: NeMoCheckpoint, source: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((source / CONFIG).read_text())
+    config = read_json(source / CONFIG)
     differences = model.arch.differences(read_architecture(config))
     if differences:
         raise UserError(

@@ -20,16 +20,16 @@ def generate(model: Path, prompt: str, tokens: int) -> str:
         prompt and continuation.
 
     Raises:
-        UserError: `model` is not a Hugging Face folder.
+        UserError: `model` is not a Hugging Face folder, or has no safetensors.
     """
     _check(model, tokens)
     import torch
-    from transformers import AutoModelForCausalLM
 
     from data.tokenizer import load_tokenizer
+    from training.safe_load import load_hf_model
 
     tokenizer = load_tokenizer(str(model))
-    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    network = load_hf_model(model)
     ids = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
         out = network.generate(**ids, max_new_tokens=tokens, do_sample=False, repetition_penalty=1.2)

@@ -17,6 +17,7 @@ from common.errors import UserError
 from common.hub import check_model_name
 from convert.hf_config import check_supported, read_architecture, read_json
 from convert.tensor_map import hf_shapes
+from training.safe_load import pickled_weights, refused
 
 CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 TOKENIZER_FILES = (
@@ -91,8 +92,11 @@ class HFFolder:
         return shapes, dtypes
 
 
-def fetch_model(source: str) -> Path:
+def fetch_model(source: str, *, pickles: bool = False) -> Path:
     """The local folder of `source`: a path, or a hub id (downloaded to the HF cache, or found there).
+
+    Args:
+        pickles: download pytorch_model*.bin too.
 
     Raises:
         UserError: no such folder, or a hub id that can be neither reached nor found in the cache.
@@ -104,7 +108,8 @@ def fetch_model(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.txt", "*.jinja", "*.safetensors"]))
+        patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors", *(["pytorch_model*.bin"] if pickles else [])]
+        return Path(snapshot_download(source, allow_patterns=patterns))
     except Exception as error:  # connection, authentication, missing repository: the hub has a class for each
         raise UserError(
             f"hub model {source!r} cannot be fetched",
@@ -112,6 +117,29 @@ def fetch_model(source: str) -> Path:
             found=f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}",
             do=f"on a machine with network: huggingface-cli download {source} --local-dir base; then give the path",
         ) from None
+
+
+@contextlib.contextmanager
+def pickles_as_safetensors(path: Path) -> Iterator[Path]:
+    """A temporary copy of a Hugging Face folder whose pytorch_model*.bin are written as safetensors.
+
+    Holds the model in memory once. The pickles are read with torch's `weights_only`, so that no code in them is run.
+
+    Raises:
+        UserError: no such file, or one that holds more than tensors.
+    """
+    files, tensors = sorted(path.glob("pytorch_model*.bin")), {}
+    if not files:
+        raise _unreadable(path / "pytorch_model.bin", "no such file")
+    for file in files:
+        try:
+            tensors.update(torch.load(file, map_location="cpu", weights_only=True))
+        except Exception as error:  # a damaged pickle can raise anything
+            raise refused(file, error) from None
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        copy_assets(path, Path(folder))
+        write_weights(Path(folder), tensors)
+        yield Path(folder)
 
 
 def _weight_files(path: Path) -> dict[str, Path]:
@@ -127,12 +155,13 @@ def _weight_files(path: Path) -> dict[str, Path]:
         except Exception as error:  # safetensors' own error type
             raise _unreadable(path / "model.safetensors", str(error)) from None
     else:
-        pickled = [file.name for file in path.glob("*.bin")]
+        pickled = pickled_weights(path)
         raise UserError(
             f"{path} has no weights",
             expected=f"model.safetensors, or {INDEX} with its files",
             found=f"only {', '.join(pickled)} (pickle)" if pickled else "neither",
-            do="AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(DIR2) writes safetensors"
+            do=f"if you trust who made it: `python launch.py convert import {path} models/base --trust-pickle`; "
+            "`convert export models/base DIR` then writes it as safetensors"
             if pickled
             else "download the *.safetensors files too",
         )

@@ -94,12 +94,12 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: the file does not exist or holds no JSON object.
     """
     try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+        content = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read",
             expected="a Hugging Face model folder: config.json, safetensors, tokenizer files",
             found="no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}",
             do="give the folder that save_pretrained() or huggingface-cli download wrote",
         ) from None
-    return dict(content)
+    return content

@@ -8,6 +8,7 @@ tests/convert/test_convert.py shows each).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,7 +16,15 @@ import shutil
 from pathlib import Path
 
 from common.errors import UserError
-from convert.hf import HFFolder, copy_assets, copy_tokenizer_to_temp, fetch_model, fingerprint_model, list_assets
+from convert.hf import (
+    HFFolder,
+    copy_assets,
+    copy_tokenizer_to_temp,
+    fetch_model,
+    fingerprint_model,
+    list_assets,
+    pickles_as_safetensors,
+)
 from convert.nemo import HF, NeMoCheckpoint, is_checkpoint, nemo_config, write_context, write_weights
 from convert.output_folder import check_output, complete_or_absent
 from convert.tensor_map import Architecture, to_megatron
@@ -24,22 +33,27 @@ log = logging.getLogger("launch")
 RECORD = "import.json"
 
 
-def import_hf(source: str, output: Path) -> Path:
+def import_hf(source: str, output: Path, *, trust_pickle: bool = False) -> Path:
     """Write the NeMo checkpoint of a Hugging Face model; on failure no output is left behind.
 
     Args:
         source: a folder or hub id of a Qwen2 or Qwen2.5 model, fp32 or bf16 safetensors; the dtype is kept.
         output: the checkpoint folder to create.
+        trust_pickle: read weights from pytorch_model*.bin if there are no safetensors.
 
     Returns:
         `output`.
 
     Raises:
-        UserError: another architecture, incomplete or quantised weights, no tokenizer, hub out of reach,
+        UserError: another architecture, pickled, incomplete or quantised weights, no tokenizer, hub out of reach,
             output not empty, disk too small.
     """
-    model = HFFolder(fetch_model(source))
-    return _import(source, model, fingerprint_model(model.path), output)
+    folder = fetch_model(source, pickles=trust_pickle)
+    with contextlib.ExitStack() as stack:
+        if trust_pickle and not any(folder.glob("*.safetensors")):
+            folder = stack.enter_context(pickles_as_safetensors(folder))
+        model = HFFolder(folder)
+        return _import(source, model, fingerprint_model(model.path), output)
 
 
 def _import(source: str, model: HFFolder, fingerprint: str, output: Path) -> Path:

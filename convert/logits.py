@@ -11,6 +11,7 @@ import torch
 from convert.hf import HFFolder
 from convert.models import Model
 from convert.nemo import PREFIX, NeMoCheckpoint, nemo_config
+from training.safe_load import data_only, load_hf_model
 
 
 def compute_logits(model: Model, ids: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
@@ -31,10 +32,8 @@ def compute_logits(model: Model, ids: torch.Tensor, precision: torch.dtype) -> t
 
 
 def _hf_logits(model: HFFolder, ids: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model.path, torch_dtype=torch.float32, attn_implementation="eager")
-    _round_weights(network.eval(), precision)
+    network = load_hf_model(model.path, torch.float32, attn_implementation="eager")
+    _round_weights(network, precision)
     return network(ids[None]).logits[0]  # type: ignore[no-any-return]
 
 
@@ -76,7 +75,8 @@ def _load_weights(gpt: Any, model: NeMoCheckpoint) -> None:
     from megatron.core import dist_checkpointing
 
     wanted = {k: v for k, v in gpt.sharded_state_dict(prefix=PREFIX).items() if "_extra_state" not in k}
-    loaded = dist_checkpointing.load(wanted, str(model.weights))
+    with data_only(model.path):
+        loaded = dist_checkpointing.load(wanted, str(model.weights))
     state = {name.removeprefix(PREFIX): value for name, value in loaded.items() if name in wanted}
     missing, unknown = gpt.load_state_dict(state, strict=False)
     assert not unknown and all("_extra_state" in name for name in missing), (missing, unknown)

@@ -5,7 +5,8 @@
     hf/          of imported checkpoints: config.json, generation_config.json and tokenizer of the source, unchanged
     import.json  of imported checkpoints: source, fingerprint, size of every file
 
-Optimizer state is never read. Layout as written by nemo_toolkit 2.3 with megatron-core 0.12 and 0.13.
+Optimizer state is never read, and every pickle is read as data (training/safe_load.py).
+Layout as written by nemo_toolkit 2.3 with megatron-core 0.12 and 0.13.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from common.errors import UserError
 from common.rundir import UNFINISHED
 from convert.tensor_map import Architecture, Row, megatron_shapes, rows, to_hf
+from training.safe_load import data_only
 
 PREFIX, HF = "module.", "hf"
 # TE gives these modules an FP8 state. Megatron's loader expects the keys on a GPU even where there is no such state.
@@ -66,7 +68,7 @@ class NeMoCheckpoint:
 
         meta = self._stored[PREFIX + name]
         target = {PREFIX + name: torch.empty(meta.size, dtype=meta.properties.dtype)}
-        with warnings.catch_warnings():
+        with data_only(self.path), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "torch.distributed is unavailable": loading without it is intended
             dcp.load(target, checkpoint_id=self.weights, no_dist=True)
         return target[PREFIX + name]
@@ -78,10 +80,8 @@ class NeMoCheckpoint:
     def _read_metadata(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-        try:
+        with data_only(self.path):
             return dict(FileSystemReader(self.weights).read_metadata().state_dict_metadata)
-        except Exception as error:  # a truncated pickle can raise any error
-            raise _incomplete(self.path, f"weights/.metadata: {type(error).__name__}: {error}") from None
 
     def _check_tensors(self) -> None:
         """Exactly the tensors of the architecture, each of its shape; vocabulary rows may be padded."""
@@ -153,7 +153,7 @@ def _read_model_yaml(path: Path) -> dict[str, Any]:
 
     try:
         return dict(yaml.safe_load((path / "context" / "model.yaml").read_text())["config"])
-    except (yaml.YAMLError, TypeError, KeyError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise _incomplete(path, f"context/model.yaml: {type(error).__name__}: {error}") from None
 
 

@@ -32,7 +32,7 @@ def load_tokenizer(name_or_dir: str | Path) -> PreTrainedTokenizerFast:
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)  # asks no question
     except Exception as error:  # the hub raises a dozen types, from OSError to huggingface_hub's own
         raise _loading_error(name, _first_line(error)) from None
     if not tokenizer.is_fast:

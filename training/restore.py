@@ -3,9 +3,11 @@
 # NeMo-Run reads the fields' types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 from nemo import lightning as nl
+
+from common.errors import UserError
 
 
 @dataclass(kw_only=True)
@@ -18,3 +20,21 @@ class StartFrom(nl.AutoResume):
     """
 
     base: Optional[str] = None
+
+    def setup(self, trainer: Any, model: Any = None) -> None:
+        """Set where the trainer restores from; NeMo's `context/` is never loaded, because its files are programs.
+
+        io.json there names functions to call and pickles to read, and nemo_toolkit 2.3 does both. What it would bring,
+        the tokenizer, comes from the corpora.
+
+        Raises:
+            UserError: `restore_config.load_artifacts`, which is NeMo's default.
+        """
+        if self.restore_config is not None and self.restore_config.load_artifacts:
+            raise UserError(
+                f"{self.restore_config.path}/context is not loaded",
+                expected="resume.restore_config.load_artifacts=False: weights only",
+                found="load_artifacts=True, which runs the functions that context/io.json names",
+                do="resume.restore_config.load_artifacts=False (the tokenizer is that of the corpora), or resume.base",
+            )
+        super().setup(trainer, model)

@@ -12,6 +12,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
 from common.rundir import RunDir
+from training.safe_load import load_hf_model
 from training.validation import mean_loss
 
 log = logging.getLogger("launch")
@@ -59,10 +60,8 @@ def weight_dtype(model: Any) -> torch.dtype:
 
 def hf_loss(source: str, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
     """Mean cross-entropy (nats per token) of the HF model `source` on tokens, labels: int64[mbs, seq], in `dtype`."""
-    from transformers import AutoModelForCausalLM
-
     device = torch.cuda.current_device()
-    model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype).to(device).eval()
+    model = load_hf_model(source, dtype).to(device)
     with torch.no_grad():
         logits = model(batch["tokens"].to(device)).logits.float().flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten(), reduction="none")

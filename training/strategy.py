@@ -1,4 +1,4 @@
-"""NeMo's MegatronStrategy, which here compares the ranks first and restores checkpoints written without TE."""
+"""NeMo's MegatronStrategy, which here compares the ranks first and restores checkpoints as data, also without TE."""
 
 # no `from __future__ import annotations`: NeMo-Run reads the constructor's types to parse overrides
 
@@ -12,6 +12,7 @@ from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
 from training.distributed.consistency import check_ranks
 from training.distributed.lost_ranks import record_step, set_collective_timeout
+from training.safe_load import check_extra_states, data_only
 
 
 class Strategy(nl.MegatronStrategy):
@@ -47,6 +48,20 @@ class Strategy(nl.MegatronStrategy):
             return loss
 
     def load_checkpoint(self, checkpoint_path: Union[str, Path], selective_restore: bool = False) -> dict[str, Any]:
+        """Restore a checkpoint as data: no code in it is run (training/safe_load.py).
+
+        Raises:
+            UserError: a file of the checkpoint holds more than data.
+        """
+        with data_only(Path(checkpoint_path)):
+            checkpoint = self._load_without_missing(checkpoint_path, selective_restore)
+        if (
+            not self.lightning_module.config.fp8
+        ):  # with FP8 the states hold tensors, which only Transformer Engine can read
+            check_extra_states(checkpoint["state_dict"], Path(checkpoint_path))
+        return checkpoint
+
+    def _load_without_missing(self, checkpoint_path: Union[str, Path], selective_restore: bool) -> dict[str, Any]:
         stored = _stored_keys(ckpt_to_weights_subdir(checkpoint_path, is_saving=False))
         missing: dict[str, Any] = {}
         sharded_state_dict = self.megatron_parallel.sharded_state_dict

@@ -88,7 +88,7 @@ def _train(sample: Path, base: Path, arch: Architecture) -> tuple[float, dict[st
 
     def from_base(plan: Any) -> Any:
         partial = build(plan)
-        partial.resume.restore_config = run.Config(RestoreConfig, path=str(base))
+        partial.resume.restore_config = run.Config(RestoreConfig, path=str(base), load_artifacts=False)
         return partial
 
     def recording(iterator: Any) -> Any:
