@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ProjectError
+from data.prepare.long_documents import can_cut, cut, too_long_error
 from data.prepare.unicode import has_changed_characters
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ SAMPLE_CHARACTERS = 4096
 EXTREME_DOCUMENTS = 4  # of each kind: the longest, the least ASCII, those that spell a special token
 EXTREME_CHARACTERS = 32768
 HF_BATCH_DOCUMENTS = 256
+HF_BATCH_CHARACTERS = 1 << 21  # encoded at once; the HF tokenizer takes about 120 bytes of memory per character
+LONGEST_UNCUT = 1 << 24  # characters: 2 GiB of memory in the HF tokenizer
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         self._hf = load_hf(self.spec)
+        self._can_cut = can_cut(self.spec.tokenizer_json)
         self._gigatoken = load_gigatoken(self.spec) if self.spec.backend == "gigatoken" else None
         self._special = re.compile("|".join(map(re.escape, self.spec.special_tokens)) or r"(?!)")
 
@@ -92,6 +96,7 @@ class Encoder:
 
         Raises:
             ProjectError: an id at or above the vocabulary size.
+            UserError: a document that is too long for the HF tokenizer and cannot be cut.
         """
         special = [number for number, text in enumerate(texts) if self._special.search(text)]
         self.counts.special_text_documents += len(special)
@@ -113,15 +118,31 @@ class Encoder:
     def _encode_with_hf(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         import numpy as np
 
-        parts = [
-            np.array(encoding.ids, dtype=np.uint32)
-            for start in range(0, len(texts), HF_BATCH_DOCUMENTS)
-            for encoding in self._hf.encode_batch_fast(
-                list(texts[start : start + HF_BATCH_DOCUMENTS]), add_special_tokens=False
-            )
-        ]
-        lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
+        lengths, parts = np.zeros(len(texts), dtype=np.int64), []
+        for batch in self._batch_for_hf(texts):
+            pieces = [piece for _, piece in batch]
+            for (number, _), encoding in zip(
+                batch, self._hf.encode_batch_fast(pieces, add_special_tokens=False), strict=True
+            ):
+                parts.append(np.array(encoding.ids, dtype=np.uint32))
+                lengths[number] += len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, np.uint32), lengths
+
+    def _batch_for_hf(self, texts: Sequence[str]) -> Iterator[list[tuple[int, str]]]:
+        """(number of the document, text) in order, in batches of bounded size; long documents are cut in pieces."""
+        batch: list[tuple[int, str]] = []
+        characters = 0
+        for number, text in enumerate(texts):
+            for piece in cut(text, HF_BATCH_CHARACTERS // 2) if self._can_cut else [text]:
+                if len(piece) > LONGEST_UNCUT:
+                    raise too_long_error(text, len(piece))
+                if batch and (len(batch) >= HF_BATCH_DOCUMENTS or characters + len(piece) > HF_BATCH_CHARACTERS):
+                    yield batch
+                    batch, characters = [], 0
+                batch.append((number, piece))
+                characters += len(piece)
+        if batch:
+            yield batch
 
     def _encode_with_gigatoken(
         self, texts: Sequence[str], raw: Sequence[bytes], special: Sequence[int]
@@ -163,12 +184,12 @@ class Encoder:
             for number, limit in choose_sample(texts, raw, special)
             if not has_changed_characters(texts[number])
         ]
-        cuts = [texts[number][:limit] for number, limit in sample]
-        reference = [encoding.ids for encoding in self._hf.encode_batch_fast(cuts, add_special_tokens=False)]
+        starts = [texts[number][:limit] for number, limit in sample]
+        reference = [encoding.ids for encoding in self._hf.encode_batch_fast(starts, add_special_tokens=False)]
         self.counts.documents_checked += len(sample)
-        for (number, limit), cut, expected in zip(sample, cuts, reference, strict=True):
+        for (number, limit), start, expected in zip(sample, starts, reference, strict=True):
             whole = len(texts[number]) <= limit
-            got = ids[offsets[number] : offsets[number + 1]] if whole else self._gigatoken.encode(cut)
+            got = ids[offsets[number] : offsets[number + 1]] if whole else self._gigatoken.encode(start)
             if got.tolist() != expected:
                 return False
         return True

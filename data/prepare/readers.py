@@ -24,7 +24,11 @@ from data.prepare.record_errors import (
     decompression_error,
     describe_fields,
     encoding_error,
+    header_error,
+    line_ends_error,
     missing_column_error,
+    open_quote_error,
+    repeated_column_error,
 )
 
 MAX_DOCUMENT_BYTES = 1 << 29
@@ -73,10 +77,14 @@ def _decode_lines(piece: Piece, file: BinaryIO) -> Iterator[Line]:
             left -= len(raw)
         if number == 1 and not piece.start:
             raw = raw.removeprefix(UTF8_BOM)
+        if number == 1 and not piece.start and b"\r" in raw.rstrip(b"\r\n") and not raw.endswith(b"\n"):
+            raise line_ends_error(piece.source, 1)
         try:
             yield number, raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield number, encoding_error(piece, number, error)
+            problem = encoding_error(piece, number, error)
+            problem.line = raw.decode("utf-8", "replace")
+            yield number, problem
 
 
 def _read_jsonl(piece: Piece, lines: Iterable[Line], field: str) -> Iterator[str | BadRecordError]:
@@ -85,7 +93,7 @@ def _read_jsonl(piece: Piece, lines: Iterable[Line], field: str) -> Iterator[str
             yield line
         elif not line.isspace():
             try:
-                yield _text_of(json.loads(line), field)
+                yield _text_of(_parse_json(line, field), field)
             except json.JSONDecodeError as error:
                 what = f"broken JSON ({error.msg} at column {error.colno})"
                 yield bad_line_error(piece, number, what, "one JSON object per line", line)
@@ -94,6 +102,22 @@ def _read_jsonl(piece: Piece, lines: Iterable[Line], field: str) -> Iterator[str
             except UnlocatedRecordError as error:
                 expected = f"a text in the field {field!r}"
                 yield bad_line_error(piece, number, error.what, expected, error.found, error.do)
+
+
+def _parse_json(line: str, field: str) -> Any:
+    """The value of a line; a field that it names twice would be one of the two for json.loads."""
+    if line.count(f'"{field}"') < 2:
+        return json.loads(line)
+    outermost: list[tuple[str, Any]] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        outermost[:] = pairs  # the outermost object is the last to be completed
+        return dict(pairs)
+
+    value = json.loads(line, object_pairs_hook=keep)
+    if isinstance(value, dict) and (count := [name for name, _ in outermost].count(field)) > 1:
+        raise UnlocatedRecordError(f"{count} fields {field!r}", line)
+    return value
 
 
 def _text_of(record: Any, field: str) -> str:
@@ -121,37 +145,69 @@ def _check_text(value: Any, field: str) -> str:
 
 def _read_csv(source: Source, lines: Iterable[Line], field: str) -> Iterator[str | BadRecordError]:
     csv.field_size_limit(MAX_DOCUMENT_BYTES)
-    bad: list[BadRecordError] = []
+    undecoded: list[BadRecordError] = []
 
     def decoded() -> Iterator[str]:
         for _, line in lines:
             if isinstance(line, BadRecordError):
-                bad.append(line)
-            else:
-                yield line
+                undecoded.append(line)
+                line = line.line  # its quotes and commas count
+            yield line
 
     rows = csv.reader(decoded(), strict=True)
-    header = next(rows, [])
-    if field not in header:
-        raise missing_column_error(source, header, field)
-    column = header.index(field)
+    header: list[str] = []
     while True:
+        first = rows.line_num + 1
         try:
             row = next(rows, None)
         except csv.Error as error:
-            what = f"{source.path}:{rows.line_num}: broken CSV ({error})"
-            yield BadRecordError(what, expected="a quoted CSV row", do=SKIP_HINT)
+            undecoded.clear()
+            problem = _broken_csv(source, first, rows.line_num, error)
+            if not header:
+                raise header_error(problem) from None
+            yield problem
             continue
-        yield from bad
-        bad.clear()
         if row is None:
+            if not header:
+                _find_column(source, header, field)
             return
-        if len(row) > column:
+        if undecoded:
+            problem = undecoded[0]
+            undecoded.clear()
+            if not header:
+                raise header_error(problem)
+            yield problem
+        elif not header:
+            header = row
+            column = _find_column(source, header, field)
+        elif len(row) != len(header) and rows.line_num > first:
+            raise open_quote_error(
+                source, first, rows.line_num, f"{len(row)} columns, and the header has {len(header)}"
+            )
+        elif len(row) > column:
             yield row[column]
         elif row:
             what = f"{source.path}:{rows.line_num}: row without the column {field!r}"
             found = f"{len(row)} columns"
             yield BadRecordError(what, expected=f"{len(header)} columns", found=found, do=SKIP_HINT)
+
+
+def _find_column(source: Source, names: list[str], field: str) -> int:
+    if field not in names:
+        raise missing_column_error(source, names, field)
+    if names.count(field) > 1:
+        raise repeated_column_error(source, names, field)
+    return names.index(field)
+
+
+def _broken_csv(source: Source, first: int, last: int, error: csv.Error) -> BadRecordError:
+    """The error for a record of one line; one that has taken in other lines is raised."""
+    if "new-line character" in str(error):
+        raise line_ends_error(source, last) from None
+    if last > first:
+        raise open_quote_error(source, first, last, str(error)) from None
+    what = f"{source.path}:{first}: broken CSV ({error})"
+    return BadRecordError(what, expected="a quoted CSV row", found="broken quotes", do=SKIP_HINT)
 
 
 def _read_text_file(piece: Piece, file: BinaryIO) -> str | BadRecordError:
@@ -191,8 +247,7 @@ def _read_parquet(piece: Piece, field: str) -> Iterator[str | BadRecordError]:
     path = piece.source.path
     file = open_parquet(path)
     names = file.schema_arrow.names
-    if field not in names:
-        raise missing_column_error(piece.source, names, field)
+    _find_column(piece.source, names, field)
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     groups = list(range(piece.start, piece.end))
     for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[field]):

@@ -12,7 +12,12 @@ SKIP_HINT = "correct the line, or leave such lines out and count them with --on-
 
 
 class BadRecordError(UserError):
-    """One record that cannot be used; under `on_error="skip"` it is counted and left out."""
+    """One record that cannot be used; under `on_error="skip"` it is counted and left out.
+
+    `line`: the line, with replacement characters where it is not UTF-8.
+    """
+
+    line = ""
 
 
 class UnlocatedRecordError(Exception):
@@ -73,6 +78,52 @@ def missing_column_error(source: Source, names: list[str], field: str) -> UserEr
         expected=f"a column {field!r} with the text",
         found=describe_fields(names, field),
         do="name the column with --field",
+    )
+
+
+def repeated_column_error(source: Source, names: list[str], field: str) -> UserError:
+    """The error for a table with several columns of the name asked for."""
+    return UserError(
+        f"{source.path}: {names.count(field)} columns {field!r}",
+        expected=f"one column {field!r} with the text",
+        found=f"columns {', '.join(map(repr, names))}",
+        do="rename or remove all but one of them",
+    )
+
+
+def header_error(problem: BadRecordError) -> UserError:
+    """The error for a CSV header with this problem: a header cannot be skipped."""
+    do = "correct the first line, which names the columns, or convert the file to UTF-8 (iconv -f LATIN1 -t UTF-8)"
+    return UserError(problem.what, expected=problem.expected, found=problem.found, do=do)
+
+
+def open_quote_error(source: Source, first: int, last: int, found: str) -> UserError:
+    """The error for a CSV record whose quoting is broken and that has taken in the lines after it.
+
+    Where such a record ends cannot be known, so that it is never skipped.
+
+    Args:
+        first, last: first and last line of the record as it was read (1-based).
+    """
+    return UserError(
+        f"{source.path}:{first}: a quote that opens in this record is not closed as it should be",
+        expected='each quoted field closed by a quote, a quote inside it doubled (""), '
+        "and as many columns as the header has",
+        found=f"lines {first} to {last} read as one record: {found}",
+        do=f"correct line {first}; also with --on-error skip, which would lose the lines that follow it",
+    )
+
+
+def line_ends_error(source: Source, number: int) -> UserError:
+    """The error for lines that end in a carriage return only."""
+    name = Path(source.path).name
+    unpacked = name if source.compression is None else Path(name).stem
+    return UserError(
+        f"{source.path}:{number}: the lines end in carriage returns only (\\r, as on old Macs)",
+        expected="lines that end in \\n or \\r\\n",
+        found="\\r without \\n inside a line",
+        do=f"tr '\\r' '\\n' < {unpacked} > converted-{unpacked}, and prepare that"
+        + (", unpacked first" if source.compression else ""),
     )
 
 

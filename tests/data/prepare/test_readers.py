@@ -24,6 +24,8 @@ BAD_LINES = {
     "missing field": (b'{"txt": "a", "id": 2}', r"a.jsonl:251: no field 'text'[\s\S]*did you mean 'txt'"),
     "number": (b'{"text": 5}', "a.jsonl:251: field 'text' is no text"),
     "array": (b'["a"]', "a.jsonl:251: a JSON list"),
+    "repeated field": (b'{"text": "a", "x": {"text": "b"}, "text": "c"}', "a.jsonl:251: 2 fields 'text'"),
+    "nested deeply": (b"[" * 100_000, "a.jsonl:251: JSON nested too deeply"),
     "surrogate": (b'{"text": "\\ud800"}', "a.jsonl:251: text that is no valid Unicode"),
 }
 
@@ -82,6 +84,43 @@ def test_a_bad_line_stops_with_its_number_or_is_counted(tmp_path: Path, ask: Any
     assert sum(split.documents for split in manifest.splits.values()) == 300
 
 
+ROWS = [f'{number},"row, {number}"' for number in range(1, 121)]
+
+
+def _csv(folder: Path, rows: list[str], encoding: str = "utf-8") -> Path:
+    path = folder / "a.csv"
+    path.write_text("\n".join(["id,text", *rows]) + "\n", encoding=encoding)
+    return path
+
+
+@pytest.mark.parametrize("closed_by", ["end of file", "next quote", "two quotes"])
+def test_an_open_quote_in_a_csv_is_named_with_its_line(tmp_path: Path, ask: Any, closed_by: str) -> None:
+    """It takes in the rows after it, so that it is refused under --on-error skip too."""
+    rows = list(ROWS)
+    rows[50] = '51,"row 51'
+    if closed_by == "end of file":
+        rows[51:] = [f"{number},row" for number in range(52, 101)]
+    elif closed_by == "two quotes":
+        rows[51] = 'a","b'
+    for on_error in ("stop", "skip"):
+        with pytest.raises(UserError, match=r"a.csv:52: a quote that opens in this record"):
+            prepare_corpus(ask(_csv(tmp_path, rows), on_error=on_error))
+
+
+def test_bad_rows_of_a_csv_are_counted_one_by_one(tmp_path: Path, ask: Any) -> None:
+    rows = list(ROWS)
+    rows[10], rows[20], rows[30] = '11,"a"b', "21", '31,"caf\xe9\n, still this record"'
+    manifest = prepare_corpus(ask(_csv(tmp_path, rows, "latin-1"), on_error="skip"))
+    assert manifest.lines_skipped == 3
+    assert sum(split.documents for split in manifest.splits.values()) == 117
+
+
+def test_nested_fields_of_one_name_are_no_repetition(tmp_path: Path, ask: Any) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"x": {{"text": 1}}, "text": "{text}"}}\n' for text in make_texts(100)))
+    assert prepare_corpus(ask(path)).lines_skipped == 0
+
+
 def cases(folder: Path) -> Iterator[tuple[str, list[Path | str], dict[str, Any], str]]:
     """Bad input, what is asked for, and words of the answer."""
     good = write_jsonl(folder / "good.jsonl", make_texts(100))
@@ -98,6 +137,20 @@ def cases(folder: Path) -> Iterator[tuple[str, list[Path | str], dict[str, Any],
     yield "latin text", [folder / "latin.txt"], {}, r"latin.txt:2: not UTF-8 \(byte 9 of the file\)"
     (folder / "a.csv").write_text("id,body\n1,x\n")
     yield "no column", [folder / "a.csv"], {}, "fields 'id', 'body'"
+    (folder / "twice.csv").write_text("text,id,text\na,1,b\n")
+    yield "a column twice", [folder / "twice.csv"], {"on_error": "skip"}, "2 columns 'text'"
+    (folder / "header.csv").write_text('"te"xt,id\na,1\n')
+    yield "broken header", [folder / "header.csv"], {"on_error": "skip"}, "header.csv:1: broken CSV"
+    (folder / "latin.csv").write_bytes(b"caf\xe9,text\na,1\n")
+    yield "latin header", [folder / "latin.csv"], {"on_error": "skip"}, "latin.csv:1: not UTF-8"
+    for number, (name, text) in enumerate(
+        {"m.csv": "id,text\r1,a\r", "n.csv": "id,text\n1,a\r2,b\r", "m.jsonl": '{"text": 1}\r{"text": 2}\r'}.items()
+    ):
+        (folder / name).write_text(text, newline="")
+        words = rf"{name}:{2 if number == 1 else 1}: the lines end in carriage returns only[\s\S]*tr '\\r' '\\n'"
+        yield f"old Mac {name}", [folder / name], {"on_error": "skip"}, words
+    (folder / "m.txt").write_text("a\rb\r", newline="")
+    yield "old Mac text", [folder / "m.txt"], {"txt_unit": "line"}, "m.txt:1: the lines end in carriage returns only"
     (folder / "a.parquet").write_bytes(b"PAR1 and no more")
     yield "no parquet", [folder / "a.parquet"], {}, "not a readable parquet file"
     (folder / "cut.jsonl.gz").write_bytes(gzip.compress(good.read_bytes())[:-300])
