@@ -8,10 +8,22 @@ from pathlib import Path
 from typing import Any
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, which also says of a text that is nested too deeply that it is no JSON.
+
+    Raises:
+        ValueError: no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json_object(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None if the file is absent, unreadable, cut off, or holds something else."""
     try:
-        value = json.loads(path.read_text(errors="replace"))
+        value = parse_json(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -34,7 +46,7 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str,
     rows = []
     for line in lines[1:] if start else lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             continue
         if isinstance(row, dict):
@@ -45,7 +57,7 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str,
 def read_json_list(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSON list in a file; none if the file is absent, unreadable, or holds something else."""
     try:
-        value = json.loads(path.read_text(errors="replace"))
+        value = parse_json(path.read_text(errors="replace"))
     except (OSError, ValueError):
         return []
     return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []

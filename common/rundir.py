@@ -10,6 +10,7 @@ after it: export.json report.html
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -58,7 +59,7 @@ class RunDir:
 
     @property
     def attempts(self) -> list[Path]:
-        return sorted(self.logs.glob("attempt-*"), key=lambda p: int(p.name.split("-")[1]))
+        return _numbered_folders(self.logs, "attempt")
 
     def system_samples(self, node: int = 0) -> Path:
         """The samples of one node: system.jsonl of the first node, system-1.jsonl of the next, and so on."""
@@ -91,31 +92,33 @@ class RunDir:
 
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to the end, oldest first."""
-        found = [
+        return [
             folder
-            for folder in self.checkpoints.glob("step-*")
+            for folder in _numbered_folders(self.checkpoints, "step")
             # in this order: `set_aside_unfinished` on another rank renames the folder before its marker goes
             if not _marker(folder).exists() and (folder / "weights" / "metadata.json").is_file()
         ]
-        return sorted(found, key=checkpoint_step)
 
     def set_aside_unfinished(self) -> list[Path]:
-        """Rename checkpoints whose writing was cut off, so that they stand in nobody's way and nothing is lost.
+        """Rename checkpoints whose writing was cut off, so that they stand in nobody's way; keep the newest of them.
 
         Returns:
-            the new folders, checkpoints/unfinished-step-N-after-attempt-K.
+            the new folders that are kept, checkpoints/unfinished-step-N-after-attempt-K.
         """
         complete, moved = set(self.complete_checkpoints()), []
-        for folder in sorted(self.checkpoints.glob("step-*")):
-            if not folder.is_dir() or folder in complete:
+        for folder in _numbered_folders(self.checkpoints, "step"):
+            if folder in complete:
                 continue
             target = folder.with_name(f"unfinished-{folder.name}-after-attempt-{len(self.attempts)}")
             folder.rename(target)
             _marker(folder).unlink(missing_ok=True)
             moved.append(target)
         for marker in self.checkpoints.glob(f"step-*{UNFINISHED}"):
-            marker.unlink()
-        return moved
+            if re.fullmatch(rf"step-\d+{UNFINISHED}", marker.name):
+                marker.unlink()
+        for older in sorted(self.checkpoints.glob("unfinished-step-*-after-attempt-*"), key=_attempt_and_step)[:-1]:
+            shutil.rmtree(older, ignore_errors=True)
+        return [folder for folder in moved if folder.is_dir()]
 
     def set_aside_damaged(self, checkpoint: Path, problems: Sequence[str]) -> Path:
         """Rename a damaged checkpoint, so that nothing continues from it and nothing is lost; returns the folder."""
@@ -144,6 +147,18 @@ class RunDir:
 def checkpoint_step(checkpoint: Path) -> int:
     """The step of a checkpoint folder step-N."""
     return int(checkpoint.name.split("-")[1])
+
+
+def _numbered_folders(folder: Path, word: str) -> list[Path]:
+    """The folders WORD-N in `folder`, by their number; anything else there, such as `step-40 copy`, is left alone."""
+    found = [path for path in folder.glob(f"{word}-*") if re.fullmatch(rf"{word}-[0-9]+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+
+
+def _attempt_and_step(unfinished: Path) -> tuple[int, ...]:
+    """Attempt and step of unfinished-step-N-after-attempt-K, with the newest highest; other names come first."""
+    match = re.fullmatch(r"unfinished-step-([0-9]+)-after-attempt-([0-9]+)", unfinished.name)
+    return (int(match[2]), int(match[1])) if match else ()
 
 
 def _marker(checkpoint: Path) -> Path:
@@ -210,10 +225,8 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     name = spec.name or spec.recipe.rpartition(":")[2]  # FILE.py:function takes the function's name
     if Path(name).parent == root:  # runs/NAME means NAME
         name = Path(name).name
-    if Path(name).name != name or name in (".", "..") or not name.strip():
-        raise UserError(
-            f"{name!r} cannot name a run", expected="a plain folder name", found=repr(name), do="--name my-run"
-        )
+    if not spec.resume:
+        check_run_name(name)
     taken = [root / name] if spec.name else _numbered(name, root)
     run = RunDir(taken[-1].name if spec.resume and taken else name, root)
     if spec.resume:
@@ -243,6 +256,21 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     return run
 
 
+def check_run_name(name: str) -> None:
+    """Check that a run of this name can be started by every executor: it names a folder, a job and a container.
+
+    Raises:
+        UserError: it holds anything but letters, digits and . _ - (Slurm expands %, Kubernetes takes no spaces).
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}", name):
+        raise UserError(
+            f"{name!r} cannot name a run",
+            expected="1 to 60 of A-Z a-z 0-9 . _ -, a letter or digit first",
+            found=repr(name),
+            do="--name my-run",
+        )
+
+
 def remove_if_unused(run: RunDir) -> None:
     """Remove a run directory that holds nothing but lock files: the launch was refused."""
     if run.path.is_dir() and all(path.name.startswith(".lock-") for path in run.path.iterdir()):
@@ -250,7 +278,7 @@ def remove_if_unused(run: RunDir) -> None:
 
 
 def _numbered(name: str, root: Path) -> list[Path]:
-    found = [p for p in root.glob(f"{name}*") if p.name == name or p.name[len(name) + 1 :].isdigit()]
+    found = [p for p in root.glob("*") if re.fullmatch(rf"{re.escape(name)}(-[0-9]+)?", p.name)]
     return sorted(
         (p for p in found if RunDir(p.name, root).used),
         key=lambda p: max((a.stat().st_mtime for a in RunDir(p.name, root).attempts), default=0.0),

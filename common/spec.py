@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass
 
 from common.commands import launch_command
+from common.json_files import parse_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,7 @@ class RunSpec:
 
     @classmethod
     def from_json(cls, text: str) -> RunSpec:
-        row = json.loads(text)
+        row = parse_json(text)
         return cls(**{**row, "overrides": tuple(row["overrides"])})
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.small_files import parse_yaml, read_small_file
 from convert.hf import CONFIG, GENERATION, copy_assets, fetch_model, write_weights
 from convert.hf_config import make_config, read_architecture, read_json
 from convert.nemo import HF, NeMoCheckpoint, is_checkpoint
@@ -77,11 +78,9 @@ def find_source(checkpoint: Path) -> Path | None:
 
 def _restored_from(config: Path) -> str | None:
     """resume.restore_config.path in a run's config.yaml."""
-    import yaml
-
     if not config.is_file():
         return None
-    resume = yaml.safe_load(config.read_text()).get("resume") or {}
+    resume = parse_yaml(read_small_file(config)).get("resume") or {}
     path = (resume.get("restore_config") or {}).get("path")
     return str(path) if path else None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.json_files import parse_json
 from convert.tensor_map import Architecture
 
 
@@ -94,8 +94,8 @@ def read_json(file: Path) -> dict[str, Any]:
         UserError: the file does not exist or holds no JSON object.
     """
     try:
-        content = dict(json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        content = dict(parse_json(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{file} cannot be read",
             expected="a Hugging Face model folder: config.json, safetensors, tokenizer files",

@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import parse_json
 from convert.hf import (
     HFFolder,
     copy_assets,
@@ -130,8 +131,8 @@ def _write_record(folder: Path, source: str, fingerprint: str, model: HFFolder) 
 def _is_complete(folder: Path, fingerprint: str) -> bool:
     """The folder is an import of this source, and every file still has the size it was written with."""
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record = parse_json((folder / RECORD).read_text())
         sizes = {name: (folder / name).stat().st_size for name in record["files"]}
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return bool(record["fingerprint"] == fingerprint and sizes == record["files"])

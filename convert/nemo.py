@@ -21,6 +21,7 @@ import torch
 
 from common.errors import UserError
 from common.rundir import UNFINISHED
+from common.small_files import parse_yaml, read_small_file
 from convert.tensor_map import Architecture, Row, megatron_shapes, rows, to_hf
 from training.safe_load import data_only
 
@@ -152,8 +153,8 @@ def _read_model_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        return dict(yaml.safe_load((path / "context" / "model.yaml").read_text())["config"])
-    except (yaml.YAMLError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return dict(parse_yaml(read_small_file(path / "context" / "model.yaml"))["config"])
+    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
         raise _incomplete(path, f"context/model.yaml: {type(error).__name__}: {error}") from None
 
 

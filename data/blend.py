@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError
+from common.small_files import parse_yaml, read_small_file
 from data.blend_math import Role
 
 EPOCHS_CAP = 4.0  # Muennighoff et al. 2023, arXiv 2305.16264: up to 4 epochs are about as good as new text
@@ -97,7 +98,7 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        return parse_yaml(read_small_file(path))  # JSON is YAML
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(
             f"cannot read the blend {path}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from common.commands import launch_command
 from common.errors import UserError
+from common.json_files import parse_json
 
 FORMAT_VERSION = 1
 FILE_NAME = "manifest.json"
@@ -148,7 +149,7 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = Path(folder) / FILE_NAME
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _not_a_corpus_error(path) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:

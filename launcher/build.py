@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from common import logs
 from common.rundir import RunDir
+from common.small_files import parse_yaml, read_small_file
 from launcher import data_records, resume
 from recipes.overrides import apply_to_recipe
 from recipes.plan import Plan
@@ -89,7 +90,7 @@ def resume_from(built: Built, folder: RunDir, checkpoint: Path) -> None:
     from nemo import lightning as nl
 
     partial = built.partial
-    before = yaml.safe_load((checkpoint / "run" / "config.yaml").read_text())
+    before = parse_yaml(read_small_file(checkpoint / "run" / "config.yaml"))
     for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
         log.info("changed since the checkpoint: %s", line)
     resume.check_data(folder, data_records.manifests(partial))

@@ -6,12 +6,9 @@ what those accept without quotes; paths and values may hold anything printable, 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
-
-from common.errors import UserError
 
 
 def _Matching(pattern: str) -> StringConstraints:  # noqa: N802 - reads as a type
@@ -202,18 +199,3 @@ class Cluster(_Part):
         if isinstance(self.tunnel, Ssh) and not self.workdir:
             raise ValueError("behind ssh the launcher does not know the checkout: give workdir")
         return self
-
-
-def check_job_name(name: str) -> None:
-    """Check that schedulers accept a run's name as a job's name.
-
-    Raises:
-        UserError: it holds anything but letters, digits and . _ - (Slurm expands %, Kubernetes takes no spaces).
-    """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name):
-        raise UserError(
-            f"{name!r} cannot name a job",
-            expected="1 to 63 of A-Z a-z 0-9 . _ -, a letter or digit first",
-            found=repr(name),
-            do="--name my-run",
-        )

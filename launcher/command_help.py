@@ -31,6 +31,13 @@ class FullSummaries(typer.core.TyperGroup):
 class GroupedHelp(typer.core.TyperGroup):
     """A command group whose help shows the options of `train` and one line per command, also of groups inside it."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; click would print nothing but "Aborted!" for an EOFError, such as that of a cut-off file."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise RuntimeError(f"EOFError: {error}") from error
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the whole page, which fits one screen of a terminal that is 100 columns wide.
 

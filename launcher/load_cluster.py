@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from common.errors import UserError
+from common.small_files import parse_yaml, read_small_file
 from launcher.cluster_file import Cluster
 
 
@@ -20,10 +21,10 @@ def load_cluster(path: str | Path) -> Cluster:
         UserError: unreadable, not YAML, an unknown field, or a value that a field does not take; with its line.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small_file(path)
+        rows = parse_yaml(text)
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         repeated = _find_repeated_name(node)
-        rows = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as problem:
         found = str(problem)
         raise _file_error(

@@ -105,7 +105,7 @@ def _start_or_resume(built: build.Built, folder: RunDir, attempt: Path, where: R
     """Continue from the newest good checkpoint if there is one: `resume`, or a job that was started again."""
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
-            log.warning("resume: an unfinished checkpoint is set aside as %s (it can be deleted)", aside)
+            log.warning("resume: an unfinished checkpoint is set aside as %s; older ones are deleted", aside)
     if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
         return
     checkpoint = _agreed_checkpoint(folder, attempt / "resume-from", where)

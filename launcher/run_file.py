@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, Va
 
 from common.errors import UserError
 from common.quantities import parse_count
+from common.small_files import parse_yaml, read_small_file
 from common.spec import RunSpec
 
 
@@ -46,8 +47,7 @@ def load(path: Path) -> RunSpec:
         UserError: no such file, no YAML, or a key or a type that is not known.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        found = RunFile.model_validate(yaml.safe_load(text) or {})
+        found = RunFile.model_validate(parse_yaml(read_small_file(path)) or {})
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as problem:
         raise UserError(
             f"cannot read the run file {path}",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.files import file_sha256
+from common.json_files import parse_json
 from data.manifest import FILE_NAME, SPLITS
 from report.read import at
 
@@ -77,7 +77,7 @@ def count_data_bytes(manifests: dict[str, Any], project: Path) -> int:
 
 def _compare_manifest(name: str, path: Path, manifest: Any, checked: CorpusCheck) -> None:
     try:
-        now = json.loads(path.read_text(encoding="utf-8"))
+        now = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         checked.missing.append(f"{name}/{path.name}")
         return

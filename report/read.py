@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.json_files import parse_json
 from common.run_status import RunStatus, read_status
 from common.rundir import RunDir
+from common.small_files import parse_yaml
 
 Row = dict[str, Any]
 
@@ -118,7 +119,7 @@ def _read_json(path: Path, notes: list[str], about: str) -> Any:
     if not (text := _read_text(path, notes, about)):
         return None
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         notes.append(f"{path.name} is not valid JSON: {about} cannot be shown")
         return None
@@ -129,7 +130,7 @@ def _read_yaml(path: Path, notes: list[str]) -> dict[str, Any]:
 
     text = _read_text(path, notes, "the resolved configuration")
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
     except yaml.YAMLError:
         notes.append(f"{path.name} is not valid YAML: the resolved configuration cannot be shown")
         return {}
@@ -168,7 +169,7 @@ def _add_training_row(row: Row, train: dict[int, Row], validation: dict[int, Row
 
 def _parse_row(line: str) -> Row | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import io
-import json
 import os
 import pathlib
 import pickle
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from common.errors import UserError
+from common.json_files import parse_json
 
 # All that a genuine weights/.metadata names, with torch's dtypes (torch 2.6 to 2.13, megatron-core 0.12 and 0.13).
 _METADATA_NAMES = {
@@ -182,9 +182,9 @@ def _check_format(file: Path) -> None:
     if not file.is_file():
         return  # a missing file is the error of whoever reads the checkpoint
     try:
-        found = json.loads(file.read_text())
+        found = parse_json(file.read_text())
         wrong = [f"{key} {found.get(key)!r}" for key, value in _FORMATS.items() if found.get(key, value) != value]
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise refused(file, error) from None
     if wrong:
         raise refused(file, ", ".join(wrong) + " (torch_dist and torch are read)")

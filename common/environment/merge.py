@@ -12,13 +12,13 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from common.commands import launch_command
 from common.environment import vccl
 from common.environment.sets import BACKEND_KEY, BASE, ONLY_IF, SETS, TIERS, TIMEOUT_KEY, VERBATIM, Table
 from common.errors import UserError, unknown_name
+from common.small_files import read_small_file
 
 _PRELOADS = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 _LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
@@ -95,7 +95,7 @@ def _read_file(word: str) -> Table:
         lists = f"{launch_command('env')} explains them; without --env a run takes the recipe's own"
         raise unknown_name("environment set", word, (*SETS, *TIERS), lists, also)
     try:
-        lines = Path(word).read_text().splitlines()
+        lines = read_small_file(word).splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise UserError(
             f"cannot read the environment file {word}",

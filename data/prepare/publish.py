@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.json_files import parse_json
 from data.manifest import FILE_NAME, PARTIAL_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
 from data.prepare.input_files import Source
 
@@ -215,7 +216,7 @@ def library_versions() -> dict[str, str]:
 
 def _read_request(partial: Path) -> dict[str, Any] | None:
     try:
-        loaded = json.loads((partial / "request.json").read_text(encoding="utf-8"))
+        loaded = parse_json((partial / "request.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return loaded if isinstance(loaded, dict) else None

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from common import rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
-from launcher.cluster_file import Cluster, check_job_name
+from common.rundir import check_run_name
+from launcher.cluster_file import Cluster
 from launcher.executors import Job
 from launcher.executors.on_cluster import check_run_folder, torchrun_command
 
@@ -64,7 +65,7 @@ def check(job: Job) -> Cluster:
     Raises:
         UserError: a name or a run directory that the container cannot take, or several nodes.
     """
-    check_job_name(job.folder.name)
+    check_run_name(job.folder.name)
     check_run_folder(job.folder.path, in_checkout=True)
     if job.num_nodes > 1:
         raise UserError(

@@ -6,7 +6,6 @@ import logging
 import re
 from typing import Any
 
-from common.errors import UserError
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
 from launcher.executors.on_cluster import rank_environment, torchrun_command
@@ -18,20 +17,9 @@ _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.
 
 
 def kubernetes_name(job: Job) -> str:
-    """The run's name as a DNS label, as pods and the Service need it.
-
-    Raises:
-        UserError: the name has no letter to begin with.
-    """
-    name = re.sub(r"[^a-z0-9-]", "-", job.folder.name.lower()).strip("-")[:50].strip("-")
-    if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
-        raise UserError(
-            f"{job.folder.name!r} cannot name a Kubernetes Job",
-            expected="a name that begins with a letter",
-            found=repr(name),
-            do="--name my-run",
-        )
-    return name
+    """The run's name as a DNS label that begins with a letter, as pods and the Service need it."""
+    name = re.sub(r"[^a-z0-9-]", "-", job.folder.name.lower())
+    return (name if name[0].isalpha() else f"run-{name}")[:50].strip("-")
 
 
 def manifest(job: Job, cluster: Cluster, k8s: K8s) -> list[dict[str, Any]]:

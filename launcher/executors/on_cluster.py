@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from common.errors import UserError
-from launcher.cluster_file import Cluster, Ssh, check_job_name
+from common.rundir import check_run_name
+from launcher.cluster_file import Cluster, Ssh
 from launcher.executors import Job
 
 # Slurm and Kubernetes give each step its GPUs and number them themselves; a set made for one machine must not
@@ -24,7 +25,7 @@ def check_fits(job: Job) -> Cluster:
     Raises:
         UserError: more nodes or devices than the file allows, or a run directory that a scheduler cannot take.
     """
-    check_job_name(job.folder.name)
+    check_run_name(job.folder.name)
     assert job.cluster is not None, "launcher.executor_table.check comes first"
     own_files = job.cluster.image is not None or isinstance(job.cluster.tunnel, Ssh)
     check_run_folder(job.folder.path, in_checkout=own_files)

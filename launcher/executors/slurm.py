@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,7 +111,8 @@ def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
     def find(folder: str, *words: str) -> list[str]:
         return str(run_command(tunnel, ["find", f"{there}/{folder}", *words]).stdout).split("\n")[:-1]
 
-    checkpoints = find("checkpoints", "-path", "*/step-*/weights/metadata.json")
+    found = find("checkpoints", "-path", "*/step-*/weights/metadata.json")
+    checkpoints = [path for path in found if re.search(r"/step-[0-9]+/weights/", path)]
     if checkpoints and not spec.resume:
         for path in filter(Path.is_file, job.folder.written):  # this launch has overwritten that run's record
             tunnel.get(f"{there}/{path.name}", str(path))
@@ -127,7 +129,8 @@ def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
             found="none",
             do="start it without --resume",
         )
-    attempts = [int(path.rsplit("-", 1)[-1]) for path in find("logs", "-maxdepth", "1", "-name", "attempt-*")]
+    folders = find("logs", "-maxdepth", "1", "-name", "attempt-*")
+    attempts = [int(match[1]) for path in folders if (match := re.search(r"/attempt-([0-9]+)$", path))]
     spec = dataclasses.replace(spec, attempt=max(attempts, default=0) + 1)
     if spec.resume:  # the ranks have recorded the batch that they fitted to their GPUs
         recorded = RunSpec.from_json(run_command(tunnel, ["cat", f"{there}/spec.json"]).stdout).overrides

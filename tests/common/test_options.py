@@ -52,3 +52,16 @@ def test_the_help_is_that_of_the_fields(app: typer.Typer) -> None:
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
     assert all(words in text for words in ("Order dishes.", "One or more.", "--to-go", "In a bag.", "In percent."))
     assert "--no-to-go" not in text and "kitchen" not in text
+
+
+def test_an_eof_error_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Click would print only "Aborted!" in its place."""
+    import launch
+    from recipes import registry
+
+    def cut_off() -> None:
+        raise EOFError("a file ended")
+
+    monkeypatch.setattr(registry, "recipes", cut_off)
+    with pytest.raises(RuntimeError, match="EOFError: a file ended"):
+        launch._run(["recipes"])

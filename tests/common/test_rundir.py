@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.rundir import RunDir, choose, find_checkpoint, find_run
+from common.rundir import RunDir, check_run_name, choose, find_checkpoint, find_run
 from common.spec import RunSpec
 
 
@@ -53,3 +53,42 @@ def test_a_training_run_may_be_named_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="unknown run 'mien'") as error:
         choose(RunSpec(recipe="tiny", name="mien", resume=True), tmp_path)
     assert "did you mean mine?" in error.value.do
+
+
+def test_other_names_in_a_run_are_left_alone(tmp_path: Path) -> None:
+    run = RunDir("mine", tmp_path)
+    for name in ("attempt-2", "attempt-10", "attempt-x", "attempt-3 copy"):
+        (run.logs / name).mkdir(parents=True)
+    (run.logs / "attempt-4").touch()
+    assert [path.name for path in run.attempts] == ["attempt-2", "attempt-10"]
+    first, second = _write_checkpoint(run, 40), _write_checkpoint(run, 9)
+    for name in ("step-40 copy", "step-x", "step-60-v1"):
+        (run.checkpoints / name / "weights").mkdir(parents=True)
+        (run.checkpoints / name / "weights/metadata.json").write_text("{}")
+    assert run.complete_checkpoints() == [second, first]
+    assert run.set_aside_unfinished() == []
+    assert (run.checkpoints / "step-x").is_dir()
+    assert choose(RunSpec(recipe="mine", resume=True), tmp_path).path == run.path
+
+
+def test_the_newest_unfinished_checkpoint_is_kept(tmp_path: Path) -> None:
+    run = RunDir("mine", tmp_path)
+    (run.checkpoints / "unfinished-step-90-after-attempt-2").mkdir(parents=True)
+    (run.checkpoints / "unfinished-mine").mkdir()
+    for number in range(1, 11):
+        run.attempt(number).mkdir(parents=True)
+    for step in (5, 20, 10):
+        _write_checkpoint(run, step, complete=False)
+    assert [path.name for path in run.set_aside_unfinished()] == ["unfinished-step-20-after-attempt-10"]
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    assert left == ["unfinished-mine", "unfinished-step-20-after-attempt-10"]
+
+
+@pytest.mark.parametrize("name", ["a b", "a%j", "a\nb", "-a", "", "a'b", "ä", "a" * 61, "a/b", "..", "_a"])
+def test_one_rule_for_the_names_of_runs(tmp_path: Path, name: str) -> None:
+    """A name that one executor would refuse or read otherwise is refused by all, before anything is written."""
+    with pytest.raises(UserError, match="cannot name a run"):
+        check_run_name(name)
+    with pytest.raises(UserError):
+        choose(RunSpec(recipe="tiny", name=name or " "), tmp_path)
+    assert list(tmp_path.iterdir()) == []
