@@ -22,7 +22,7 @@ class Source:
 
     Args:
         path: absolute path.
-        format: "txt", "jsonl", "csv" or "parquet".
+        format: "txt", "html", "jsonl", "csv" or "parquet".
         compression: "gzip", "zstd" or None.
         bytes: size on the disk.
         mtime_ns: time of the last change, in nanoseconds.

@@ -36,7 +36,7 @@ def merge_split(work: Path, out: Path, split: str, num_shards: int, dedup: bool,
     """
     import numpy as np
 
-    docs = [_read_docs(work, index, split) for index in range(num_shards)]
+    docs = [read_docs(work, index, split) for index in range(num_shards)]
     keep = first_occurrences(docs) if dedup else [np.ones(len(shard), dtype=bool) for shard in docs]
     lengths = [shard["tokens"][mask] for shard, mask in zip(docs, keep, strict=True)]
     itemsize = np.dtype(dtype).itemsize
@@ -76,7 +76,8 @@ def first_occurrences(docs: list[Any]) -> Keep:
     return keep
 
 
-def _read_docs(work: Path, index: int, split: str) -> Any:
+def read_docs(work: Path, index: int, split: str) -> Any:
+    """The documents of one shard in a split: DOC_RECORD[documents]."""
     import numpy as np
 
     path = shard_path(work, index, split, "docs")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFacts, TokenizerFacts
-from data.prepare import publish
+from data.prepare import publish, small_corpus
 from data.prepare.encode import EncoderSpec, reason_against_gigatoken
 from data.prepare.input_files import Shard, Source
 from data.prepare.merge import merge_split
@@ -43,7 +43,7 @@ def prepare_corpus(request: PrepareRequest) -> Manifest:
     """
     request.check()
     output = Path(request.output).expanduser().absolute()
-    sources = find_sources(request.inputs, exclude=output)
+    sources = find_sources(request.inputs, exclude=output, as_text=request.text_suffixes)
     tokenizer = load_tokenizer(request.tokenizer)
     facts = tokenizer_facts(request.tokenizer, tokenizer)
     try:
@@ -78,15 +78,19 @@ def _build(
     partial = publish.open_partial(output, request.settings(), sources, facts, request.overwrite)
     if publish.is_built(partial):
         return publish.publish(partial, output)
-    spec = _make_shard_spec(request, partial / "shards", tokenizer, facts)
+    moves = small_corpus.load_moves(partial)
+    spec = replace(_make_shard_spec(request, partial / "shards", tokenizer, facts), moves=moves or {})
     try:
         shards = plan_shards(sources, request.txt_unit, request.shard_bytes)
         hashes = _encode_shards(request, output, sources, shards, spec)
     except UserError:
         publish.remove_without_shards(partial)
         raise
+    if moves is None and (moves := small_corpus.choose_moves(spec.work, len(shards), request.shares)):
+        small_corpus.save_moves(partial, moves)
+        return _build(request, output, sources, tokenizer, facts)  # encode again, with the moves
     reports = [ShardReport.load(report_path(spec.work, index)) for index in range(len(shards))]
-    if problem := _find_empty_split(reports, request):
+    if problem := _find_empty_split(reports, request, sources):
         shutil.rmtree(partial)
         raise problem
     splits = {
@@ -139,8 +143,9 @@ def _encode_shards(
         return run_shards(todo, sources, spec, request.workers or len(os.sched_getaffinity(0)), advance)
 
 
-def _find_empty_split(reports: list[ShardReport], request: PrepareRequest) -> UserError | None:
+def _find_empty_split(reports: list[ShardReport], request: PrepareRequest, sources: list[Source]) -> UserError | None:
     """The error for a corpus without documents, or without documents in some split."""
+    records = any(source.format not in ("txt", "html") for source in sources)  # with a field each
     counts = {name: sum(report.documents[name] for report in reports) for name in SPLITS}
     empty = sum(report.empty_documents for report in reports)
     skipped = sum(report.lines_skipped for report in reports)
@@ -150,7 +155,7 @@ def _find_empty_split(reports: list[ShardReport], request: PrepareRequest) -> Us
             "the corpus is empty",
             expected="at least one document with text",
             found=f"{empty} empty and {skipped} skipped records in {', '.join(map(str, request.inputs))}",
-            do=f"check the inputs and --field (now {request.field!r})",
+            do=f"check --field (now {request.field!r}) and the inputs" if records else "check the inputs",
         )
     without = [name for name in SPLITS if not counts[name]]
     if without:
@@ -158,7 +163,9 @@ def _find_empty_split(reports: list[ShardReport], request: PrepareRequest) -> Us
             f"no document fell into {' and '.join(without)}",
             expected="at least one document in each split",
             found=f"{total} documents in all, shares {', '.join(f'{share:.2%}' for share in request.shares)}",
-            do="give it a larger share (--split 80,10,10), use smaller documents (--txt-unit paragraph), or add data",
+            do="--txt-unit paragraph, which makes each paragraph a document, or add text"
+            if request.txt_unit == "file" and any(source.format == "txt" for source in sources)
+            else f"add documents: {total} are too few to train, to validate and to test",
         )
     return None
 

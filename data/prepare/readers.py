@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+from data.prepare.html_text import extract_text
 from data.prepare.input_files import Piece, Source, open_bytes, open_parquet
 from data.prepare.record_errors import (
     SKIP_HINT,
@@ -54,6 +55,9 @@ def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRec
                 yield from _read_csv(source, _decode_lines(piece, file), field)
             elif source.format == "jsonl":
                 yield from _read_jsonl(piece, _decode_lines(piece, file), field)
+            elif source.format == "html":
+                text = _read_text_file(piece, file)
+                yield extract_text(text) if isinstance(text, str) else text
             elif txt_unit == "file":
                 yield _read_text_file(piece, file)
             elif txt_unit == "paragraph":

@@ -31,6 +31,7 @@ class PrepareRequest:
     workers: int | None = option("Number of processes; by default one per core.", default=None)
     on_error: str = option("At an unusable record: stop, or skip it and count it.", default="stop")
     txt_unit: str = option("What one document of a .txt file is: file, line or paragraph.", default="file")
+    as_text: str = option("More suffixes to read as text, for source code (--as-text .py,.c).", default="")
     special_text: str = option(
         "What '<|endoftext|>' inside a document becomes: plain text, or the control token.", default="plain"
     )
@@ -57,6 +58,12 @@ class PrepareRequest:
                 do="give a split that you do not need a small share: Megatron loops for ever on an empty one",
             )
         return tuple(round(number / sum(numbers), 12) for number in numbers)
+
+    @property
+    def text_suffixes(self) -> tuple[str, ...]:
+        """The suffixes of --as-text, in lower case and with their dot."""
+        words = [word.strip().lower() for word in self.as_text.split(",")]
+        return tuple(word if word.startswith(".") else f".{word}" for word in words if word)
 
     def settings(self) -> dict[str, Any]:
         """The options that decide the bytes of the corpus, besides the sources and the tokenizer."""

@@ -44,6 +44,7 @@ class ShardSpec:
         seed: key of the split hash.
         shares: share of each split, in the order of `SPLITS`.
         field, txt_unit, on_error: as in `PrepareRequest`.
+        moves: first 64 bits of a document's hash -> number of its split, for documents whose hash says another one.
     """
 
     work: Path
@@ -55,6 +56,7 @@ class ShardSpec:
     field: str
     txt_unit: str
     on_error: str
+    moves: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass
@@ -182,6 +184,8 @@ def _write_batch(
     joined = b"".join([hashlib.blake2b(text, digest_size=16, key=key).digest() for text in raw])
     digests = np.frombuffer(joined, dtype="<u8").reshape(-1, 2)
     splits = choose_split(digests[:, 0], spec.shares)
+    for moved, to in spec.moves.items():
+        splits[digests[:, 0] == np.uint64(moved)] = to
     # sort by split, so that each split is one slice of the batch
     order = np.argsort(splits, kind="stable")
     raw = [raw[number] for number in order]

@@ -8,55 +8,69 @@ be continued on another machine and gives the same bytes.
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from common.errors import UserError
 from data.prepare.input_files import BUFFER_BYTES, Piece, Shard, Source, open_parquet
 
 FORMATS = {
-    ".txt": "txt",
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "txt"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
     ".jsonl": "jsonl",
     ".json": "jsonl",
     ".ndjson": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
 }
+# suffixes for whose files --as-text is suggested
+SOURCE_CODE = (
+    ".py .c .h .cc .cpp .cu .cuh .java .js .ts .go .rs .sh .sql .rb .php .cs .kt .scala .swift .lua .pl .r .tex"
+)
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
-SUPPORTED = ".txt .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
+SUPPORTED = ".txt .md .rst .html .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
+log = logging.getLogger("launch")
 
 
-def classify(path: str) -> tuple[str, str | None] | None:
-    """Format and compression by the extensions of a file name; None when it is not a supported input."""
+def classify(path: str, as_text: Collection[str] = ()) -> tuple[str, str | None] | None:
+    """Format and compression by the extensions of a file name; None when it is not a supported input.
+
+    Args:
+        as_text: more suffixes, in lower case, of files to read as text.
+    """
     name = Path(path.lower())
     compression = COMPRESSIONS.get(name.suffix)
-    kind = FORMATS.get(name.with_suffix("").suffix if compression else name.suffix)
+    suffix = name.with_suffix("").suffix if compression else name.suffix
+    kind = "txt" if suffix in as_text else FORMATS.get(suffix)
     if kind is None or (kind == "parquet" and compression is not None):
         return None
     return kind, compression
 
 
-def find_sources(inputs: Iterable[str], exclude: Path) -> list[Source]:
+def find_sources(inputs: Iterable[str], exclude: Path, as_text: Collection[str] = ()) -> list[Source]:
     """Resolve files, globs and folders (searched recursively, without hidden names) to sources.
 
     Inputs keep their order, the files of one input are sorted by path, and a file named twice counts once.
 
     Args:
         exclude: the output folder, which may lie inside an input folder.
+        as_text: more suffixes of files to read as text; other files in a folder are left out, counted and logged.
 
     Raises:
         UserError: an input that matches nothing, or a file or glob that names a file of an unknown kind.
     """
     found: dict[str, Source] = {}
     for text in inputs:
-        matches = [path for path in _expand(text) if not path.is_relative_to(exclude.resolve())]
+        matches = [path for path in _expand(text, as_text) if not path.is_relative_to(exclude.resolve())]
         if not matches:
             raise _no_match_error(text)
         for path in matches:
-            kind = classify(path.name)
+            kind = classify(path.name, as_text)
             if kind is None:
                 raise _unknown_kind_error(str(path))
             facts = path.stat()
@@ -79,14 +93,27 @@ def plan_shards(sources: list[Source], txt_unit: str, shard_bytes: int) -> list[
     return [*shards, tuple(current)] if current else shards
 
 
-def _expand(text: str) -> list[Path]:
+def _expand(text: str, as_text: Collection[str]) -> list[Path]:
     path = Path(text).expanduser()
     if path.is_dir():
-        return [match.resolve() for match in sorted(_walk(path)) if classify(match.name)]
+        files = sorted(_walk(path))
+        _log_left_out(path, [file for file in files if not classify(file.name, as_text)])
+        return [match.resolve() for match in files if classify(match.name, as_text)]
     if path.is_file():
         return [path.resolve()]
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (Path.glob refuses absolute patterns)
     return [match.resolve() for match in matches if match.is_file()]
+
+
+def _log_left_out(folder: Path, files: list[Path]) -> None:
+    """Say which files of a folder are no input, most frequent suffix first."""
+    if not files:
+        return
+    counts = Counter(file.suffix.lower() or "without suffix" for file in files).most_common()
+    shown = ", ".join(f"{count:,} {suffix}" for suffix, count in counts[:8]) + (", ..." if len(counts) > 8 else "")
+    code = [suffix for suffix, _ in counts if suffix in SOURCE_CODE.split()]
+    hint = f"; --as-text {','.join(code)} reads them as text" if code else ""
+    log.warning("left out of %s: %s file(s) of other kinds (%s)%s", folder, f"{len(files):,}", shown, hint)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -101,7 +128,7 @@ def _divide(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
     if source.format == "parquet":
         yield from _divide_parquet(source, shard_bytes)
         return
-    whole = source.compression or source.format == "csv" or (source.format, txt_unit) == ("txt", "file")
+    whole = source.compression or source.format in ("csv", "html") or (source.format, txt_unit) == ("txt", "file")
     if whole or source.bytes <= shard_bytes:
         yield Piece(source, 0, -1, source.bytes)
         return
@@ -158,5 +185,5 @@ def _unknown_kind_error(path: str) -> UserError:
         f"{path}: unknown kind of file",
         expected=SUPPORTED,
         found=f"extension {''.join(Path(path).suffixes[-2:]) or 'none'}",
-        do="convert the file, rename it if only the extension is wrong, or give a narrower glob",
+        do=f"--as-text {Path(path).suffix.lower()}, if it is plain text; else convert it, or give a narrower glob",
     )
