@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from launcher.volumes import Volume
+
 
 def _Matching(pattern: str) -> StringConstraints:  # noqa: N802 - reads as a type
     return StringConstraints(pattern=rf"^(?:{pattern})\Z", max_length=4096)
@@ -130,7 +132,9 @@ class K8s(_Part):
 
     Args:
         context: the kubeconfig's context; default: its current one.
-        pvc: claim that holds the checkout, the data and `runs`, mounted at `workdir`.
+        pvc: claim that holds the checkout, the data and `runs`, mounted at `workdir`; a row of `volumes` mounted there
+            can hold them instead.
+        volumes: more volumes, NFS among them, as the API has them (launcher/volumes.py).
         gpu_resource: the resource name of the nodes' GPUs.
         shm_size: size of /dev/shm, which counts as the pod's memory.
         memory: memory limit of a pod.
@@ -138,7 +142,8 @@ class K8s(_Part):
 
     namespace: DnsLabel = "default"
     context: Text | None = None
-    pvc: DnsName
+    pvc: DnsName | None = None
+    volumes: list[Volume] = []
     gpu_resource: LabelKey = "nvidia.com/gpu"
     shm_size: Quantity = "16Gi"
     cpu: Quantity | None = None
@@ -198,4 +203,6 @@ class Cluster(_Part):
             raise ValueError("mounts are for containers: give an image, or leave them out")
         if isinstance(self.tunnel, Ssh) and not self.workdir:
             raise ValueError("behind ssh the launcher does not know the checkout: give workdir")
+        if self.k8s and not self.k8s.pvc and not any(one.mount_path == self.workdir for one in self.k8s.volumes):
+            raise ValueError("no volume holds the checkout: give k8s.pvc, or a row of k8s.volumes mounted at workdir")
         return self

@@ -51,14 +51,14 @@ def _job(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
 
 def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     name, workdir = kubernetes_name(job), cluster.workdir or "/workspace"
-    mounts: list[dict[str, Any]] = [
-        {"name": "work", "mountPath": workdir},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    volumes: list[dict[str, Any]] = [
-        {"name": "work", "persistentVolumeClaim": {"claimName": k8s.pvc}},
+    mounts: list[dict[str, Any]] = [{"name": "work", "mountPath": workdir}] if k8s.pvc else []
+    mounts += [{"name": "shm", "mountPath": "/dev/shm"}, *(one.mount for one in k8s.volumes)]
+    claim = {"name": "work", "persistentVolumeClaim": {"claimName": k8s.pvc}}
+    volumes: list[dict[str, Any]] = [claim] if k8s.pvc else []
+    volumes += [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": k8s.shm_size}},
         {"name": "written", "configMap": {"name": name}},
+        *(one.volume for one in k8s.volumes),
     ]
     for number, mount in enumerate(cluster.mounts):
         source, target, *mode = mount.split(":")
@@ -78,7 +78,10 @@ def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
         "image": cluster.image,
         "command": ["sh", "-c", escape(_COPY), "sh", escape(str(job.folder.path))],
         "workingDir": workdir,
-        "volumeMounts": [mounts[0], {"name": "written", "mountPath": "/written"}],
+        "volumeMounts": [  # runs/ may be a volume of its own
+            *(mount for mount in mounts if mount["name"] != "shm" and not mount["name"].startswith("host-")),
+            {"name": "written", "mountPath": "/written"},
+        ],
     }
     pod: dict[str, Any] = {
         "restartPolicy": "Never",

@@ -99,6 +99,50 @@ def test_valid(nodes: int, accelerator: str, tmp_path: Path) -> None:
     assert ("nvidia.com/gpu" in limits) == (accelerator == "gpu")
 
 
+NFS = {"name": "runs", "mountPath": "/workspace/runs", "nfs": {"server": "nas.example", "path": "/export/runs"}}
+CLAIM = {"name": "data", "mountPath": "/data", "readOnly": True, "persistentVolumeClaim": {"claimName": "corpora"}}
+
+
+@pytest.mark.parametrize(
+    "part", ({"pvc": "qwen25", "volumes": [NFS, CLAIM]}, {"volumes": [{**NFS, "mountPath": "/workspace"}, CLAIM]})
+)
+def test_nfs_and_other_volumes(part: dict[str, Any], tmp_path: Path) -> None:
+    """Every container sees them at their path, as the API's own schema has them; one of them can hold the checkout."""
+    cluster = Cluster.model_validate({"image": "i", "workdir": "/workspace", "k8s": part})
+    assert cluster.k8s is not None
+    written = job(cluster, root=tmp_path / "runs")
+    written.folder.path.mkdir(parents=True)
+    objects = manifest(written, cluster, cluster.k8s)
+    for item in objects:
+        kubernetes_validate.validate(item, VERSION, strict=True)
+    assert _problems(objects) == []
+    pod = _pod(objects)
+    assert {"name": "runs", "nfs": NFS["nfs"]} in pod["volumes"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        mounts = container["volumeMounts"]
+        assert {"name": "runs", "mountPath": part["volumes"][0]["mountPath"]} in mounts
+        assert {"name": "data", "mountPath": "/data", "readOnly": True} in mounts
+        assert "/workspace" in [mount["mountPath"] for mount in mounts]
+
+
+@pytest.mark.parametrize(
+    ("k8s", "words"),
+    (
+        ({}, "no volume holds the checkout"),
+        ({"pvc": "a", "volumes": [{"name": "x", "mountPath": "/x"}]}, "a volume has one source"),
+        ({"pvc": "a", "volumes": [{**NFS, "emptyDir": {}}]}, "a volume has one source"),
+        ({"pvc": "a", "volumes": [{**NFS, "name": "shm"}]}, "take another name"),
+        ({"pvc": "a", "volumes": [{**NFS, "mountPath": "runs"}]}, "mount_path"),
+        ({"pvc": "a", "volumes": [{**NFS, "nsf": {}}]}, "nsf"),
+    ),
+)
+def test_wrong_volumes(k8s: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"image": "i", "workdir": "/workspace", "k8s": k8s}))
+    with pytest.raises(UserError, match=words) as error:
+        load_cluster(tmp_path / "c.yaml")
+    assert error.value.do
+
+
 @pytest.mark.nemo
 def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
     """torchrun takes its place and meeting point from the manifest's PET_* variables (DNS replaced by loopback)."""
