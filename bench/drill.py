@@ -97,6 +97,7 @@ class Drill:
                 raise TimeoutError(f"the run did not go on within {LIMIT_S:.0f} s: see {self.run.output[-1]}")
             if self.run.exit_code() is not None and not self.run.is_finished:
                 wait_for(lambda: not self.run.ranks(), LIMIT_S)  # without a launcher they save and stop
+                print(f"  the launcher ended with {self.run.exit_code()}: {self.run.last_words()}", flush=True)
                 self.run.start()
             time.sleep(0.1)
 

@@ -68,6 +68,11 @@ class DrilledRun:
         assert self.launcher is not None
         return self.launcher.poll()
 
+    def last_words(self) -> str:
+        """The last line of the launcher that says why it ended."""
+        lines = self.output[-1].read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if " WARNING " in line or " ERROR " in line), "nothing")
+
     @property
     def is_finished(self) -> bool:
         """The run has trained all its steps."""

@@ -55,7 +55,7 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
     """
     logs.log_to_console()
     folder = _claim(spec)
-    retries = Retries(spec.retries, spec.retry_wait)
+    retries = Retries()
     try:
         with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
             code = _launch(spec, folder, launcher_log, explain_failure)

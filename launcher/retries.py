@@ -23,14 +23,12 @@ log = logging.getLogger("launch")
 class Retries:
     """Decides after each attempt whether there is another one.
 
+    The run's recorded spec says how many there may be, and how long to wait before each.
+
     Args:
-        most: attempts after the first one.
-        wait_s: seconds before each of them.
         environment: the variables before the first attempt; every attempt starts from them.
     """
 
-    most: int
-    wait_s: float
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     _started: int = 0
     _last: tuple[str, int] | None = None  # cause and step of the last failure
@@ -41,15 +39,15 @@ class Retries:
         Waits, and restores the environment. The spec resumes from the newest checkpoint; without one the run starts
         from the beginning, in the same run directory.
         """
-        if code in (0, EXIT_USER, EXIT_PREFLIGHT, EXIT_INTERRUPTED) or not self.most:
+        if code in (0, EXIT_USER, EXIT_PREFLIGHT, EXIT_INTERRUPTED) or not folder.spec_file.is_file():
             return None
+        spec = folder.spec()
+        if not spec.retries or EXECUTORS[spec.executor or "direct"].on_cluster:
+            return None  # on a cluster, Slurm's requeue and the backoff limit of a Kubernetes Job do it
         status = read_status(folder.status) or RunStatus()
         ending = status.ending or Ending()
-        spec = folder.spec()
-        if EXECUTORS[spec.executor or "direct"].on_cluster:
-            return None  # Slurm's requeue and the backoff limit of a Kubernetes Job do it
-        if self._started >= self.most:
-            log.error("retry: none is left of %d", self.most)
+        if self._started >= spec.retries:
+            log.error("retry: none is left of %d", spec.retries)
             return None
         if ending.cause == OUT_OF_MEMORY:
             smaller = self._with_smaller_batch(spec)
@@ -65,9 +63,9 @@ class Retries:
         where = f"from {checkpoints[-1].name}" if checkpoints else "from the beginning: there is no checkpoint"
         log.warning(
             "retry %d of %d in %g s: %s (failed at step %d: %s)",
-            *(self._started, self.most, self.wait_s, where, status.step, ending.summary or f"exit code {code}"),
+            *(self._started, spec.retries, spec.retry_wait, where, status.step, ending.summary or f"exit code {code}"),
         )
-        time.sleep(self.wait_s)
+        time.sleep(spec.retry_wait)
         os.environ.clear()
         os.environ.update(self.environment)
         return dataclasses.replace(spec, name=folder.name, resume=bool(checkpoints))

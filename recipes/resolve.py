@@ -105,6 +105,7 @@ def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
         memory_profile=asked.memory_profile or recorded.memory_profile,
         gates=asked.gates and recorded.gates,
         retries=asked.retries or recorded.retries,
+        retry_wait=asked.retry_wait if asked.retries else recorded.retry_wait,
         profile=asked.profile or recorded.profile,
         tokens=None if "trainer.max_steps" in replaced else asked.tokens or recorded.tokens,
         tokens_per_step=asked.tokens_per_step or recorded.tokens_per_step,

@@ -71,6 +71,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         cause="the memory of the host ran out[: the kernel killed process {pid}][ ({process})]",
         advice="ask for more host memory (sbatch: {mem: ...} in the cluster file, docker -m), or use less: "
         "data.num_workers=1, fewer ranks per node, no other jobs on the machine",
+        can_retry=True,  # another job's peak may be over
     ),
     # -- GPUs and driver -----------------------------------------------------------------------------------------------
     KnownFailure(
@@ -202,6 +203,34 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         cause="the disk is full[: {path}]",
         advice="make room under {run} (a checkpoint needs {checkpoint_gib} GiB; log.ckpt.keep_last=1 keeps fewer), "
         "then {resume}",
+    ),
+    KnownFailure(
+        name="checkpoint_writer",
+        patterns=(
+            r"(?P<checkpoint>step-\d+) could not be saved\n[^\n]*\n +found: (?P<found>[^\n]+)",
+            r"(?P<checkpoint>step-\d+) is not complete",
+        ),
+        cause="{checkpoint} could not be saved[: {found}]",
+        advice="a save needs host memory for a copy of weights and optimizer state ({checkpoint_gib} GiB): close other "
+        "programs or ask for more; then {resume}",
+        can_retry=True,
+    ),
+    KnownFailure(
+        name="hang",
+        patterns=(
+            r"no step ended for (?P<seconds>\d+) s\n",
+            r"DataLoader timed out after (?P<seconds>\d+) seconds",
+        ),
+        cause="the run hung for {seconds} s",
+        advice="the stacks of the threads are at the end of {run}/logs/attempt-*/rank-*.log: a data worker that was "
+        "stopped, a file system that does not answer, a GPU that is gone; then {resume}",
+        can_retry=True,
+    ),
+    KnownFailure(
+        name="other_loss",
+        patterns=(r"the resumed run does not go on where it stopped[\s\S]*?found: (?P<found>[^\n]+)",),
+        cause="the resumed run does not go on where it stopped: {found}",
+        advice="`python launch.py list NAME --verify` checks the checkpoints; delete a bad one, then {resume}",
     ),
     KnownFailure(
         name="read_only",

@@ -1,0 +1,118 @@
+"""Processes that end with their parent, and signals that ask to stop."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from common import processes
+from common.checkpoint_files import LIST, check_undamaged, find_damage, record_files
+from common.errors import UserError
+from common.files import write_although_full
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    script = f"""
+import os, time
+from common import processes
+parent = os.getpid()
+pid = os.fork()
+if pid == 0:
+    processes.end_with_parent(parent)
+    open({str(tmp_path / "child")!r}, "w").write(str(os.getpid()))
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        time.sleep(0.01)
+    child = int((tmp_path / "child").read_text())
+    assert processes.is_alive(child)
+    parent.kill()
+    parent.wait()
+    end = time.monotonic() + 5
+    while processes.is_alive(child):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_watch_names_the_process_that_is_gone() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    gone: list[int] = []
+    processes.watch([os.getpid(), other.pid], gone.append)
+    time.sleep(0.2)
+    assert not gone
+    other.kill()  # a zombie until somebody waits for it
+    end = time.monotonic() + 5
+    while gone != [other.pid]:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    other.communicate()
+
+
+def test_starters_are_the_parent_and_a_launcher_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(processes.LAUNCHER_PROCESS, raising=False)
+    assert processes.starters() == [os.getppid()]
+    monkeypatch.setenv(processes.LAUNCHER_PROCESS, "another-host:123")
+    assert processes.starters() == [os.getppid()]
+    processes.name_launcher()
+    assert processes.starters() == [os.getppid(), os.getpid()]
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    before = {number: signal.getsignal(number) for number in processes.STOP_SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        processes.interrupt_on_stop_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_full_disk_takes_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str, *, sync: bool = True) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("common.files.write_atomic", full)
+    file = tmp_path / "rank-0.json"
+    with pytest.raises(OSError, match="No space"):
+        write_although_full(file, "{}")
+    file.write_text('{"state": "running, and longer than what follows"}')
+    write_although_full(file, '{"state": "failed"}')
+    assert file.read_text() == '{"state": "failed"}'
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    for name, data in (("weights/a.distcp", b"a" * 1000), ("weights/.metadata", b"m"), ("context/x", b"x")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "weights/a.distcp.sha256").write_text("0" * 64)  # of another content: taken from its writer
+    record_files(tmp_path)
+    assert not (tmp_path / "weights/a.distcp.sha256").exists()
+    assert find_damage(tmp_path, checksums=False) == []
+    (problem,) = find_damage(tmp_path)
+    assert problem.startswith("weights/a.distcp has other content")
+    (tmp_path / LIST).unlink()
+    assert find_damage(tmp_path) == []  # of an earlier version
+    record_files(tmp_path)
+    check_undamaged(tmp_path)
+    (tmp_path / "weights/.metadata").write_bytes(b"mm")
+    (tmp_path / "context/x").unlink()
+    assert sorted(find_damage(tmp_path)) == [
+        "context/x is missing",
+        "weights/.metadata has 2 bytes and was saved with 1",
+    ]
+    with pytest.raises(UserError, match="context/x is missing"):
+        check_undamaged(tmp_path)
+    (tmp_path / LIST).write_text("{")
+    assert find_damage(tmp_path) == ["run/files.json cannot be read"]

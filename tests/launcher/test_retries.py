@@ -1,0 +1,92 @@
+"""When a failed run is started again, and as what."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from common.run_status import FAILED, Ending, RunStatus
+from common.rundir import RunDir
+from common.spec import RunSpec
+from launcher.retries import Retries
+
+SPEC = RunSpec(recipe="qwen25_tiny", name="a", executor="direct", retries=3, retry_wait=0.0)
+
+
+def _run(tmp_path: Path, spec: RunSpec = SPEC, checkpoint: int | None = 20) -> RunDir:
+    run = RunDir("a", tmp_path)
+    run.path.mkdir(parents=True)
+    run.spec_file.write_text(spec.to_json())
+    if checkpoint is not None:
+        (run.checkpoints / f"step-{checkpoint}" / "weights").mkdir(parents=True)
+        (run.checkpoints / f"step-{checkpoint}" / "weights" / "metadata.json").write_text("{}")
+    return run
+
+
+def _fail(run: RunDir, step: int, **ending: object) -> None:
+    RunStatus(phase=FAILED, step=step, ending=Ending(exit_code=1, **ending)).write(run.status)  # type: ignore[arg-type]
+
+
+def test_from_the_newest_checkpoint_or_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, retries = _run(tmp_path), Retries()
+    monkeypatch.setenv("SET_BY_THE_ATTEMPT", "1")
+    _fail(run, 25, summary="rank 0 was killed", cause="killed", can_retry=True)
+    assert retries.next_spec(run, 1) == dataclasses.replace(SPEC, resume=True)
+    assert "SET_BY_THE_ATTEMPT" not in os.environ
+    fresh = _run(tmp_path / "fresh", checkpoint=None)
+    _fail(fresh, 5, summary="unknown", can_retry=None)
+    assert Retries().next_spec(fresh, 1) == SPEC
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130])
+def test_not_after_these_exit_codes(tmp_path: Path, code: int) -> None:
+    run = _run(tmp_path)
+    _fail(run, 25, can_retry=True)
+    assert Retries().next_spec(run, code) is None
+
+
+def test_not_where_nobody_asked_or_it_cannot_help(tmp_path: Path) -> None:
+    unasked = _run(tmp_path / "1", dataclasses.replace(SPEC, retries=0))
+    queued = _run(tmp_path / "2", dataclasses.replace(SPEC, executor="slurm"))
+    hopeless = _run(tmp_path / "3")
+    for run in (unasked, queued):
+        _fail(run, 25, can_retry=True)
+        assert Retries().next_spec(run, 1) is None
+    _fail(hopeless, 25, summary="the disk is full", cause="disk_full", can_retry=False)
+    assert Retries().next_spec(hopeless, 1) is None
+    assert Retries().next_spec(RunDir("never-written", tmp_path), 1) is None
+
+
+def test_never_twice_for_the_same_reason_at_the_same_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, retries = _run(tmp_path), Retries()
+    _fail(run, 25, summary="NaN", can_retry=None)
+    assert retries.next_spec(run, 1) is not None
+    with caplog.at_level(logging.ERROR, logger="launch"):
+        assert retries.next_spec(run, 1) is None
+    assert "failed twice at step 25 for the same reason: NaN" in caplog.text
+    _fail(run, 26, summary="NaN", can_retry=None)
+    assert retries.next_spec(run, 1) is not None
+
+
+def test_as_often_as_asked(tmp_path: Path) -> None:
+    run, retries = _run(tmp_path), Retries()
+    for step in range(3):
+        _fail(run, step, can_retry=True)
+        assert retries.next_spec(run, 1) is not None
+    _fail(run, 3, can_retry=True)
+    assert retries.next_spec(run, 1) is None
+
+
+def test_out_of_memory_halves_the_micro_batch(tmp_path: Path) -> None:
+    spec = dataclasses.replace(SPEC, overrides=("data.micro_batch_size=2", "trainer.max_steps=9"))
+    run, retries = _run(tmp_path, spec), Retries()
+    _fail(run, 0, summary="out of memory", cause="cuda_oom", can_retry=False)
+    again = retries.next_spec(run, 1)
+    assert again is not None
+    assert again.overrides == ("trainer.max_steps=9", "data.micro_batch_size=1")
+    run.spec_file.write_text(again.to_json())
+    assert retries.next_spec(run, 1) is None  # of 1 there is no half
