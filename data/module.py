@@ -3,13 +3,16 @@
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
 import hashlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy
 import torch
+from megatron.core.datasets import blended_megatron_dataset_builder
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -22,6 +25,9 @@ from common.errors import UserError
 from common.processes import ignore_stop_signals
 from data.manifest import SPLITS, load_manifest
 from data.resolve_blend import resolve_run_blend
+from data.sample_index import check_blend, check_indices, replace_if_wrong
+
+log = logging.getLogger("launch")
 
 WORKER_TIMEOUT_S = 600  # for one batch: a data worker that needs longer is stuck or stopped
 
@@ -39,6 +45,54 @@ class WholeMaskGPTDataset(GPTDataset):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pad_token_id = -1
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
+        """Read the cached sample indices, or build them; rank 0 checks them first, and builds wrong ones again.
+
+        The other ranks read them after that, which Megatron's builder sees to with a barrier.
+        """
+        build = super()._build_document_sample_shuffle_indices
+        if _rank() > 0:
+            return build()
+
+        def check(documents: Any, samples: Any, order: Any) -> str:
+            split = {"corpus": self.indices, "lengths": self.dataset.sequence_lengths}
+            return check_indices(documents, samples, order, **split, seq_length=self.config.sequence_length)
+
+        return _read_checked(self, build, check)
+
+
+class CheckedBlend(BlendedDataset):
+    """BlendedDataset whose cached indices are checked before they are used, as those of WholeMaskGPTDataset are."""
+
+    def _build_indices(self) -> tuple[Any, ...]:
+        build = super()._build_indices
+        if _rank() > 0:
+            return build()
+
+        def check(datasets: Any, samples: Any) -> str:
+            return check_blend(datasets, samples, len(self.datasets))
+
+        return _read_checked(self, build, check)
+
+
+def check_blended_indices() -> None:
+    """Let Megatron's builder, which has no option for it, blend with `CheckedBlend`."""
+    blended_megatron_dataset_builder.BlendedDataset = CheckedBlend
+
+
+def _read_checked(dataset: Any, build: Callable[[], tuple[Any, ...]], check: Callable[..., str]) -> tuple[Any, ...]:
+    """`replace_if_wrong` for a Megatron dataset, whose cache files begin with the hash of its description."""
+    cache = dataset.config.path_to_cache
+    pattern = f"{dataset.unique_description_hash}-*_index.npy"
+    arrays, deleted = replace_if_wrong(lambda: sorted(Path(cache).glob(pattern)) if cache else [], build, check)
+    for path, problem in deleted.items():
+        log.warning("data: the sample index %s was damaged and is built again: %s", path, problem)
+    return arrays
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 @dataclass(frozen=True)
@@ -173,6 +227,7 @@ class PreparedDataModule(PreTrainingDataModule):
         trainer_limit_test_batches: Union[int, float],
     ) -> None:
         """Build the training samples. Lightning's validation and test get one sample each: see `validation_sets`."""
+        check_blended_indices()
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
 
