@@ -43,6 +43,7 @@ class SplitFacts:
         duplicates_dropped: documents left out because an earlier one has the same text.
         bin_sha256: SHA-256 of the .bin file.
         idx_sha256: SHA-256 of the .idx file.
+        bin_blocks: hashes of blocks of the .bin file (data/block_hashes.py); manifests of earlier versions have none.
     """
 
     documents: int
@@ -51,6 +52,7 @@ class SplitFacts:
     duplicates_dropped: int
     bin_sha256: str
     idx_sha256: str
+    bin_blocks: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True)

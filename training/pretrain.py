@@ -11,6 +11,7 @@ from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
 
 from training import compat, cpu, sigterm
+from training.cut_files import explain_cut_files
 from training.interrupt import Interrupted, StopOnInterrupt
 from training.speed import Speed
 from training.status_callback import StatusCallback
@@ -44,7 +45,10 @@ def pretrain(
         trainer.callbacks.append(speed)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     try:
-        with cpu.emulate_cuda() if on_cpu else contextlib.nullcontext():
+        with (
+            cpu.emulate_cuda() if on_cpu else contextlib.nullcontext(),
+            explain_cut_files(getattr(data, "domain_folders", {}).values()),
+        ):
             folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
     finally:
         sigterm.kill_children()

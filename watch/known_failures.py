@@ -426,7 +426,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         name="bus_error",
         patterns=(r"Signal 7 \(SIGBUS\)", r"exitcode\s*: -7\b", r"Fatal Python error: Bus error"),
         cause="a rank read memory that is no longer there (bus error): a data file that was cut off while it was read, "
-        "or a full /dev/shm",
+        "or a full /dev/shm[: {files}]",
         advice="check the corpus (python launch.py data inspect FOLDER) and /dev/shm (df -h /dev/shm)",
         is_consequence=True,
         ends_process=True,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 from common.errors import UserError
+from common.json_files import read_json_object
+from data.indexed import check_prefix
+from data.manifest import SPLITS
 from recipes import memory
 from recipes.plan import Plan
 from watch.known_failure import Match
@@ -19,9 +23,18 @@ def fill_facts(match: Match, records: Records) -> Match:
     """The match with the facts of the run added to its groups; what the log itself says wins."""
     facts = {"run": str(records.run.path), "resume": _resume(records), "checkpoint": _checkpoint(records)}
     facts |= _rate_facts(records)
+    if match.failure.name == "bus_error" and (files := _cut_files(records)):
+        facts["files"] = files
     if records.plan is not None:
         facts["checkpoint_gib"] = f"{records.plan.checkpoint_bytes / memory.GIB:.1f}"
     return dataclasses.replace(match, groups={**facts, **match.groups})
+
+
+def _cut_files(records: Records) -> str:
+    """The corpus files of the run that are not as long as their index says, in one line."""
+    recorded = read_json_object(records.run.data) or {}
+    folders = [row["absolute_path"] for row in recorded.values() if isinstance(row, dict) and "absolute_path" in row]
+    return "; ".join(p.what for folder in folders for split in SPLITS for p in check_prefix(Path(folder) / split))
 
 
 def _resume(records: Records) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from common.files import file_sha256
+from data.block_hashes import hash_blocks
 from data.indexed import DTYPE_CODES, HEADER, MAGIC
 from data.manifest import SplitFacts
 from data.prepare.shard import DOC_RECORD, shard_path
@@ -50,6 +51,7 @@ def merge_split(work: Path, out: Path, split: str, num_shards: int, dedup: bool,
         duplicates_dropped=sum(map(len, docs)) - kept,
         bin_sha256=file_sha256(out / f"{split}.bin"),
         idx_sha256=file_sha256(out / f"{split}.idx"),
+        bin_blocks=hash_blocks(out / f"{split}.bin"),
     )
 
 

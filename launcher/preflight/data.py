@@ -12,8 +12,9 @@ from common.errors import ProjectError
 from common.hub import is_hub_id
 from common.rundir import RunDir
 from data.blend import EPOCHS_CAP, parse_blend, read_yaml
+from data.block_hashes import find_changed_block
 from data.indexed import check_prefix, read_index
-from data.manifest import SPLITS, load_manifest
+from data.manifest import SPLITS, Manifest, load_manifest
 from data.resolve_blend import resolve_run_blend
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
@@ -105,12 +106,28 @@ def _prefixes(paths: str) -> dict[str, list[Path]] | None:
     }
 
 
+def _check_blocks(folder: Path, manifest: Manifest) -> Iterator[Finding]:
+    """Compare a few MiB of each .bin with the hashes that were recorded when the corpus was prepared."""
+    for split, facts in manifest.splits.items():
+        path = folder / f"{split}.bin"
+        if check_prefix(folder / split):  # a finding of its own
+            continue
+        if (changed := find_changed_block(path, facts.bin_blocks)) is not None:
+            yield error(
+                f"{path} is not as it was prepared",
+                expected="the bytes whose hashes manifest.json holds",
+                found=f"other bytes in the MiB from byte {changed:,} on",
+                do="copy the corpus again, or prepare it again with --overwrite; look at the disk (dmesg)",
+            )
+
+
 def _check_manifest(plan: Plan, folder: Path) -> Iterator[Finding]:
     try:
         manifest = load_manifest(folder)
     except ProjectError as problem:
         yield Finding(problem)
         return
+    yield from _check_blocks(folder, manifest)
     size, vocab = manifest.tokenizer.vocab_size, plan.shape.vocab_size
     if size > vocab:
         yield error(

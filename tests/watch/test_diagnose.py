@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -38,6 +39,18 @@ Make = Callable[..., RunDir]
 def _diagnose(run: RunDir, kernel: list[str] | None = None, **fields: Any) -> Diagnosis:
     messages = [KernelMessage(START + 50, text) for text in kernel or []]
     return diagnose(run, kernel=messages, now=START + 100, **{"exit_code": 1, **fields})
+
+
+def test_a_bus_error_names_the_file_that_was_cut_off(make_run: Make, sample: Path, tmp_path: Path) -> None:
+    run = make_run()
+    corpus = shutil.copytree(sample / "prose", tmp_path / "corpus")
+    os.truncate(corpus / "train.bin", 4096)
+    run.data.write_text(json.dumps({"corpus": {"absolute_path": str(corpus)}}))
+    RankState(rank=1, host="node-b", step=40).write(run.attempt(1))
+    (run.attempt(1) / "torchrun").mkdir()
+    (run.attempt(1) / "torchrun" / "stderr.log").write_text((LOGS / "bus_error.log").read_text())
+    found = _diagnose(run)
+    assert found.cause == "bus_error" and f"{corpus}/train.bin is cut short" in found.summary
 
 
 def test_every_entry_has_a_sample() -> None:

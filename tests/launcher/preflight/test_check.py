@@ -13,6 +13,8 @@ import pytest
 
 from common import machine_facts
 from common.rundir import RunDir
+from data.block_hashes import CHECKED, hash_blocks
+from data.manifest import load_manifest
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
 from recipes import registry
@@ -56,6 +58,22 @@ def test_what_is_checked_where_the_ranks_run(corpus: Path, caplog: pytest.LogCap
     assert said[1] == "preflight: the ranks check GPUs, base model, corpora, disk, memory and ports when they start"
     assert said[2].startswith("nowhere is not a prepared corpus")
     assert said[3] == "preflight: the ranks check GPUs, memory and ports when they start"
+
+
+def test_flipped_bytes_are_found(corpus: Path) -> None:
+    """By the hashes that `data prepare` records; a manifest of an earlier version has none, and is accepted."""
+    manifest = load_manifest(corpus)
+    splits = {name: dataclasses.replace(facts, bin_blocks=[]) for name, facts in manifest.splits.items()}
+    dataclasses.replace(manifest, splits=splits).save(corpus)
+    data = bytearray((corpus / "train.bin").read_bytes())
+    blocks = {name: hash_blocks(corpus / f"{name}.bin") for name in splits}
+    data[-1] ^= 1
+    (corpus / "train.bin").write_bytes(data)
+    assert _check(corpus) == []
+    splits = {name: dataclasses.replace(facts, bin_blocks=blocks[name]) for name, facts in splits.items()}
+    dataclasses.replace(manifest, splits=splits).save(corpus)
+    assert len(blocks["train"]) <= CHECKED
+    assert "train.bin is not as it was prepared" in _only(_check(corpus))
 
 
 def test_missing_files(corpus: Path) -> None:
