@@ -51,7 +51,7 @@ class WholeMaskGPTDataset(GPTDataset):
 
         The other ranks read them after that, which Megatron's builder sees to with a barrier.
         """
-        build = super()._build_document_sample_shuffle_indices
+        build: Callable[[], tuple[Any, ...]] = super()._build_document_sample_shuffle_indices
         if _rank() > 0:
             return build()
 
@@ -66,7 +66,7 @@ class CheckedBlend(BlendedDataset):
     """BlendedDataset whose cached indices are checked before they are used, as those of WholeMaskGPTDataset are."""
 
     def _build_indices(self) -> tuple[Any, ...]:
-        build = super()._build_indices
+        build: Callable[[], tuple[Any, ...]] = super()._build_indices
         if _rank() > 0:
             return build()
 

@@ -128,7 +128,7 @@ def _rebuilt(sample: Path) -> dict[str, tuple[bool, int, bool]]:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())
     logging.getLogger("launch").addHandler(handler)
     before, found = samples(), {}
     assert samples() == before and not warnings
