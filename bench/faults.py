@@ -32,12 +32,14 @@ class DrilledRun:
         folder: the working folder, which holds runs/NAME.
         corpus: a prepared corpus.
         words: further words of the command.
+        recipe: what is trained.
     """
 
     folder: Path
     corpus: Path
     name: str
     words: Sequence[str]
+    recipe: str = "qwen25_tiny"
     launcher: subprocess.Popen[bytes] | None = None
     starts: int = 0
     output: list[Path] = field(default_factory=list)
@@ -54,7 +56,7 @@ class DrilledRun:
         else:
             if again:  # it ended before its first checkpoint
                 self.run.path.rename(self.run.path.with_name(f"{self.name}-before-{self.starts}"))
-            words = ["--recipe", "qwen25_tiny", "--name", self.name, f"data.paths={self.corpus}", *self.words]
+            words = ["--recipe", self.recipe, "--name", self.name, f"data.paths={self.corpus}", *self.words]
         self.starts += 1
         self.output.append(self.folder / f"{self.name}-{self.starts}.log")
         with self.output[-1].open("wb") as stream:

@@ -24,6 +24,8 @@ def ignore_stop_signals(*_: object) -> None:
 
 def interrupt_on_stop_signals() -> None:
     """Have each signal that asks to stop raise KeyboardInterrupt; one that is ignored stays so (nohup)."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)

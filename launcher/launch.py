@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from common import logs, run_lock, rundir
+from common import logs, processes, run_lock, rundir
 from common.environment.merge import Setting, apply_environment, restart_with_preloads
 from common.environment.sets import BACKEND_KEY, TIERS
 from common.errors import EXIT_PREFLIGHT, UserError
@@ -54,6 +54,7 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
+    processes.interrupt_on_stop_signals()  # until something else handles them: training, or the wait for the ranks
     folder = _claim(spec)
     retries = Retries()
     try:
