@@ -154,7 +154,7 @@ def _documents(folders: tuple[Path, ...]) -> Iterator[str]:
 def _start_worker(tokenizer: str) -> None:
     from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    _pool["tokenizer"] = AutoTokenizer.from_pretrained(tokenizer, use_fast=True)
+    _pool["tokenizer"] = AutoTokenizer.from_pretrained(tokenizer, use_fast=True, trust_remote_code=False)
     # read special tokens in the text as `data prepare` does
     _pool["tokenizer"].backend_tokenizer.encode_special_tokens = True
     _pool["eod"] = _pool["tokenizer"].eos_token_id

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ProjectError
 from common.hub import is_hub_id
+from common.json_files import read_json_object
 from common.rundir import RunDir
 from data.blend import EPOCHS_CAP, parse_blend, read_yaml
 from data.block_hashes import find_changed_block
@@ -185,7 +185,15 @@ def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="make demo, which trains and exports it" if tiny else "resume.base=Qwen/Qwen2.5-0.5B, or a folder",
         )
         return
-    hf = json.loads(config.read_text())
+    hf = read_json_object(config)
+    if hf is None:
+        yield error(
+            f"{config} cannot be read",
+            expected="the JSON object that a Hugging Face model has",
+            found="no JSON, or JSON that is nested too deeply",
+            do="download the model again",
+        )
+        return
     names = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size"}
     names |= {"num_attention_heads": "num_attention_heads", "num_query_groups": "num_key_value_heads"}
     names |= {"vocab_size": "vocab_size", "tied": "tie_word_embeddings"}

@@ -76,6 +76,13 @@ def test_flipped_bytes_are_found(corpus: Path) -> None:
     assert "train.bin is not as it was prepared" in _only(_check(corpus))
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]"])
+def test_a_base_model_without_a_readable_config(corpus: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(text)
+    assert "base/config.json cannot be read" in _only(_check(corpus, base=str(tmp_path / "base")))
+
+
 def test_missing_files(corpus: Path) -> None:
     (corpus / "train.idx").unlink()
     assert "train.idx" in _only(_check(corpus))
