@@ -18,17 +18,18 @@ def list_paths(recipe: str, pattern: str = "") -> list[str]:
     """
     logs.log_to_console()
     partial = registry.resolve(recipe)()
-    return sorted(line for line in _walk(partial, "") if pattern in line)
+    return sorted(line for line in walk(partial, "") if pattern in line)
 
 
-def _walk(owner: Any, prefix: str) -> Iterator[str]:
+def walk(owner: Any, prefix: str) -> Iterator[str]:
+    """`path=value` of every argument of a configuration and of those inside it, each path after `prefix`."""
     for name in names_of(owner):
         try:
             value = getattr(owner, name, None)
         except ValueError:  # a dataclass default that a function makes
             value = None
         if hasattr(value, "__fn_or_cls__"):
-            yield from _walk(value, f"{prefix}{name}.")
+            yield from walk(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}={_shown(value)}"
 

@@ -104,7 +104,7 @@ def _complete(override: Override) -> Override:
     if not ends and first not in SLOTS:  # known before NeMo is imported; the other names are not
         last = {path.rpartition(".")[2]: path for path in PATHS}
         near = difflib.get_close_matches(override.path.rpartition(".")[2], last, n=1, cutoff=0.6)
-        raise _unknown(override, first, [last[name] for name in near])
+        raise unknown_path(override, first, [last[name] for name in near])
     return dataclasses.replace(override, path=ends[0]) if ends else override
 
 
@@ -216,10 +216,10 @@ def _find(recipe: Any, override: Override) -> tuple[Any, str]:
             try:
                 owner = owner[int(index)]
             except (IndexError, KeyError, TypeError, ValueError):
-                raise _unknown(override, f"{seen}{step}", []) from None
+                raise unknown_path(override, f"{seen}{step}", []) from None
         seen += step + "."
         if not hasattr(owner, "__fn_or_cls__"):
-            raise _unknown(override, seen.rstrip("."), [])
+            raise unknown_path(override, seen.rstrip("."), [])
     _check(owner, leaf, seen, override)
     return owner, leaf
 
@@ -229,7 +229,7 @@ def _check(owner: Any, name: str, seen: str, override: Override) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
         rest = override.path[len(seen + name) :]
-        raise _unknown(override, seen + name, [seen + other + rest for other in near])
+        raise unknown_path(override, seen + name, [seen + other + rest for other in near])
 
 
 def names_of(owner: Any) -> list[str]:
@@ -255,7 +255,13 @@ def _expected(owner: Any, leaf: str) -> str:
     return getattr(annotation, "__name__", None) or str(annotation)
 
 
-def _unknown(override: Override, broken: str, near: list[str]) -> UserError:
+def unknown_path(override: Override, broken: str, near: list[str]) -> UserError:
+    """The error for an override of a path that does not exist.
+
+    Args:
+        broken: the part of the path up to the first unknown name.
+        near: similar paths that exist, the nearest first.
+    """
     path, rest = override.path, f"{override.operator}{override.text}"
     return UserError(
         f"unknown override path {path!r}",

@@ -14,7 +14,7 @@ from typing import Any
 from common.commands import launch_command
 from common.errors import UserError
 from common.spec import RunSpec
-from recipes import limits, overrides, registry
+from recipes import known_paths, limits, overrides, registry
 from recipes.overrides import Override
 from recipes.plan import Plan
 from recipes.registry import Recipe
@@ -51,6 +51,7 @@ def resolve(spec: RunSpec) -> Resolved:
             no run can have.
     """
     resolved = _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+    known_paths.check(resolved.recipe, resolved.overrides)
     limits.check(resolved.plan, resolved.recipe.plan)
     return resolved
 

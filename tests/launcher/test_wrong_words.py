@@ -47,6 +47,8 @@ USER = (
     TINY + "trainer.max_steps=many",
     TINY + "max_stepz=5",
     TINY + "trainner.max_steps=5",
+    TINY + "trainer.max_stepz=5",
+    TINY + "optim.config.weight_decai=0.2",
     TINY + "nothing-like-it",
     TINY + "data.micro_batch_size=0",
     TINY + "trainer.strategy.sequence_parallel=maybe",

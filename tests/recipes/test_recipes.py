@@ -17,7 +17,7 @@ import pytest
 from common.errors import UserError
 from common.spec import RunSpec
 from launcher import build
-from recipes import overrides, profiles, registry
+from recipes import known_paths, overrides, profiles, registry
 from recipes.resolve import resolve
 
 pytestmark = pytest.mark.nemo
@@ -110,6 +110,19 @@ def test_overrides_apply_and_say_so(partials: dict[str, Any]) -> None:
     assert recipe.trainer.devices == 2
     _apply(recipe, ("data.paths={'train': ['a'], 'validation': ['b'], 'test': ['c']}",))
     assert recipe.data.paths["validation"] == ["b"]
+
+
+def test_known_paths_are_those_of_the_classes(partials: dict[str, Any]) -> None:
+    """recipes/known_paths.txt, which finds unknown paths before NeMo is imported."""
+    from launcher.paths import walk
+
+    found = {line.split("=", 1)[0] for partial in partials.values() for line in walk(partial, "")}
+    text = "\n".join([known_paths.versions(), *sorted(found)]) + "\n"
+    if os.environ.get("UPDATE_GOLDENS"):
+        known_paths.FILE.write_text(text)
+    if known_paths.FILE.read_text().splitlines()[0] != known_paths.versions():
+        pytest.skip("the list is of other versions, and so not used")
+    assert known_paths.FILE.read_text() == text
 
 
 @pytest.mark.parametrize(
