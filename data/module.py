@@ -22,14 +22,11 @@ from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
-from common.processes import ignore_stop_signals
 from data.manifest import SPLITS, load_manifest
 from data.resolve_blend import resolve_run_blend
 from data.sample_index import check_blend, check_indices, replace_if_wrong
 
 log = logging.getLogger("launch")
-
-WORKER_TIMEOUT_S = 600  # for one batch: a data worker that needs longer is stuck or stopped
 
 
 class WholeMaskGPTDataset(GPTDataset):
@@ -230,12 +227,6 @@ class PreparedDataModule(PreTrainingDataModule):
         check_blended_indices()
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
-
-    def _create_dataloader(self, dataset: Any, mode: str, **kwargs: Any) -> Any:
-        """NeMo's loader, whose workers leave signals to the rank and may not be silent for ever."""
-        if self.num_workers > 0:
-            kwargs.update(worker_init_fn=ignore_stop_signals, timeout=WORKER_TIMEOUT_S)
-        return super()._create_dataloader(dataset, mode, **kwargs)
 
     def validation_sets(self) -> dict[str, GPTDataset]:
         """A dataset per domain with one pass over its validation split, in the same order every time."""

@@ -22,7 +22,7 @@ from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table, executors, resume, run_file
 from launcher.executors import Job
 from launcher.launcher_log import LauncherLog, keep_launcher_log
-from launcher.outcome import ExplainFailure, submit_and_record
+from launcher.outcome import ExplainFailure, record_complete, submit_and_record
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
 from launcher.resume import newest_good_checkpoint
@@ -123,6 +123,7 @@ def _launch(
         if (done := resume.describe_if_complete(folder, resolved.plan)) is not None:
             log.info("%s", done)
             if not spec.dryrun:
+                record_complete(folder)
                 return 0
     settings = _set_environment(resolved, cluster)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
@@ -130,7 +131,8 @@ def _launch(
     resolved = batch_size.fit(resolved, folder, gpus, trains_elsewhere=not trains_here)
     before = len(folder.attempts) if sees_run or not spec.resume else folder.spec().attempt
     resolved = resolved.with_spec(name=folder.name, attempt=before + 1)
-    _log_run(resolved, folder, settings)
+    if not is_retry:
+        _log_run(resolved, folder, settings)
     findings = _preflight(resolved.plan, folder, resolved.spec, cluster)
     fit_to_start = not findings
     if findings and (not spec.dryrun or any(finding.in_numbers for finding in findings)):

@@ -51,6 +51,13 @@ def submit_and_record(submit: Callable[[Job], int], job: Job, explain_failure: E
     return code
 
 
+def record_complete(folder: RunDir) -> None:
+    """Write that the run is done: it was stopped after its last checkpoint and before it could say so."""
+    status = read_status(folder.status)
+    if status is not None and status.phase != run_status.DONE:
+        dataclasses.replace(status, phase=run_status.DONE, step=status.max_steps, ending=Ending()).write(folder.status)
+
+
 def _record_return(job: Job, code: int, explain_failure: ExplainFailure | None) -> None:
     """Write how the attempt ended, unless it goes on without this launcher or rank 0 has written it."""
     assert job.resolved is not None

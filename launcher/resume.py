@@ -117,9 +117,10 @@ def check(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> list
 
 
 def describe_if_complete(run: RunDir, plan: Plan) -> str | None:
-    """What to say of a run whose newest complete checkpoint is its last step; None if there are steps left."""
-    step = checkpoint_step(run.complete_checkpoints()[-1])
-    if step < plan.max_steps:
+    """What to say of a run whose newest good checkpoint is its last step; None if there are steps left."""
+    newest = run.complete_checkpoints()[-1]
+    step = checkpoint_step(newest)
+    if step < plan.max_steps or find_damage(newest):
         return None
     name = run.name if run.path.parent == RUNS else str(run.path)
     longer = launch_command("resume", name, f"trainer.max_steps={2 * plan.max_steps}")

@@ -52,6 +52,7 @@ def pretrain(
             folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
     finally:
         sigterm.kill_children()
-    if any(isinstance(callback, StopOnInterrupt) and callback.stop_requested for callback in trainer.callbacks):
+    stopped = any(isinstance(callback, StopOnInterrupt) and callback.stop_requested for callback in trainer.callbacks)
+    if stopped and trainer.global_step < trainer.max_steps:
         raise Interrupted
     return folder

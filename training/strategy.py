@@ -10,9 +10,12 @@ from nemo import lightning as nl
 from nemo.lightning import _strategy_lib
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
+from common.processes import ignore_stop_signals
 from training.distributed.consistency import check_ranks
 from training.distributed.lost_ranks import record_step, set_collective_timeout
 from training.safe_load import check_extra_states, data_only
+
+WORKER_TIMEOUT_S = 600  # for one batch: a data worker that needs longer is stuck or stopped
 
 
 class Strategy(nl.MegatronStrategy):
@@ -29,6 +32,17 @@ class Strategy(nl.MegatronStrategy):
         set_collective_timeout()
         super().setup_distributed()
         check_ranks()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """NeMo's loader with Megatron's sampler; its workers leave signals to the rank and may not be silent for ever.
+
+        NeMo makes a new loader for the sampler, without the `worker_init_fn` and the `timeout` of the first.
+        """
+        loader = super().process_dataloader(dataloader)
+        if loader.num_workers > 0:
+            loader.worker_init_fn = ignore_stop_signals
+            loader.timeout = WORKER_TIMEOUT_S
+        return loader
 
     def training_step(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: zero the gradients, forward and backward of all micro batches, report the loss.

@@ -84,7 +84,8 @@ def _hand_over(path: str) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, every)
     code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 
