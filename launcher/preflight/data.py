@@ -18,6 +18,7 @@ from data.manifest import SPLITS, Manifest, load_manifest
 from data.resolve_blend import resolve_run_blend
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
+from recipes.qwen25 import QWEN25_500M, TINY
 
 
 def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
@@ -177,12 +178,13 @@ def check_base_model(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if not config.is_file():
         if is_hub_id(plan.base):
             return  # downloaded when the ranks import it
-        tiny = Path(plan.base).name == "qwen25-tiny"
+        hub = "resume.base=Qwen/Qwen2.5-0.5B, or a folder" if plan.shape == QWEN25_500M else "resume.base=FOLDER"
+        own = "resume.base=models/qwen25-tiny, which make demo trains and exports"
         yield error(
             f"no base model in {plan.base}",
             expected="a Hugging Face folder with config.json and safetensors",
             found="no such folder" if not Path(plan.base).exists() else "a folder without config.json",
-            do="make demo, which trains and exports it" if tiny else "resume.base=Qwen/Qwen2.5-0.5B, or a folder",
+            do=own if plan.shape == TINY else hub,
         )
         return
     hf = read_json_object(config)
