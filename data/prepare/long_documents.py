@@ -7,7 +7,7 @@ one after the other takes a few hundred MiB and gives the same ids, if
    before it or with a space after it;
 2. the pre-tokeniser always splits there, and gives the same tokens when the text begins or ends there: the regular
    expressions in `_SPLITS`, none of which looks back, split before one space between two ASCII letters, and after one
-   line feed that no whitespace precedes and that a letter or digit follows;
+   line feed that a visible character precedes and that a letter or digit follows;
 3. no added token reaches over the cut: none contains whitespace or takes in the whitespace beside it.
 
 Test: tests/data/prepare/test_long_documents.py, with random texts and pieces of a few characters.
@@ -29,7 +29,8 @@ _SPLITS = {
     f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}|{_REST}",  # Qwen2 and Qwen2.5
     f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}",  # Llama 3
 }
-_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=\S\n)(?=[^\W_])")
+# before a line feed only characters that no library counts as whitespace: ASCII, letters, digits, CJK punctuation
+_CUT = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=[!-~\w\u3001-\u3011\uff01-\uff5e]\n)(?=[^\W_])")
 
 
 def can_cut(tokenizer_json: str) -> bool:
