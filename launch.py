@@ -332,4 +332,6 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_run(sys.argv[1:]))
+    from common.processes import leave
+
+    leave(_run(sys.argv[1:]))

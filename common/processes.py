@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER_PROCESS = "LAUNCHER_PROCESS"  # environment variable of a rank: HOST:PID of the launcher that waits for it
@@ -70,6 +74,19 @@ def end_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code that nothing can change any more.
+
+    Python's own exit functions run; the destructors of C libraries do not. One of them (onnxruntime, which a library
+    imports where it is installed) has aborted a training process whose work was done and saved.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe
+            stream.flush()
+    os._exit(code)
 
 
 def is_alive(pid: int) -> bool:

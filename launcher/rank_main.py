@@ -282,4 +282,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    processes.leave(main(sys.argv[1:]))

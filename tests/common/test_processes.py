@@ -79,6 +79,23 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize(("end", "code"), [("processes.leave(3)", 3), ("sys.exit(3)", -signal.SIGABRT)])
+def test_no_library_changes_the_exit_code(end: str, code: int) -> None:
+    """A C library that aborts in its destructor, as onnxruntime did."""
+    script = f"""
+import atexit, ctypes, sys
+from common import processes
+libc = ctypes.CDLL(None)
+handler = ctypes.CFUNCTYPE(None)(libc.abort)
+libc.__cxa_atexit(handler, None, None)
+atexit.register(print, "python's own")
+print("said", end=" ")
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "said python's own\n")
+
+
 def test_a_full_disk_takes_the_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str, *, sync: bool = True) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
