@@ -86,8 +86,7 @@ def test_no_library_changes_the_exit_code(end: str, code: int) -> None:
 import atexit, ctypes, sys
 from common import processes
 libc = ctypes.CDLL(None)
-handler = ctypes.CFUNCTYPE(None)(libc.abort)
-libc.__cxa_atexit(handler, None, None)
+libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
 atexit.register(print, "python's own")
 print("said", end=" ")
 {end}
