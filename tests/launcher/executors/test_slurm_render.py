@@ -33,6 +33,7 @@ def test_script_is_the_recorded_one(name: str) -> None:
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
+@pytest.mark.nemo
 def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
     """If this fails, NeMo-Run has mended itself: look whether its renderer can replace slurm.sbatch.j2."""
     from nemo_run.core.execution.slurm import SlurmBatchRequest, SlurmExecutor, SlurmJobDetails
