@@ -14,7 +14,7 @@ import pytest
 from bench.drill import run_drill
 
 pytestmark = [pytest.mark.nemo, pytest.mark.slow]
-FAULTS = int(os.environ.get("FAULTS", "6"))
+FAULTS = int(os.environ.get("FAULTS", "4"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
