@@ -270,21 +270,34 @@ def doctor(
 
 @app.command(name="env", rich_help_panel=MACHINE)
 def env_(
-    name: Annotated[Optional[str], typer.Argument(metavar="[SET]", help="A set, SET+SET+TIER, or a FILE.env.")] = None,
+    name: Annotated[
+        Optional[str], typer.Argument(metavar="[SET]", help="A set, SET+SET+TIER, a FILE.env, or one VARIABLE.")
+    ] = None,
     export: Annotated[bool, typer.Option("--export", help="Shell lines, for any other framework.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help="What is set, by whom, and the verdict.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="What is set, by whom, since when, the verdict.")] = False,
+    cluster: Annotated[Optional[Path], typer.Option(metavar="FILE", help="With the `env` of a cluster file.")] = None,
 ) -> None:
-    """List the environment sets, explain one, or print one for a shell."""
+    """List the environment sets, explain one, or print one for a shell.
+
+    In `train --env`, SET+SET+TIER replaces the recipe's own set; with a plus in front it adds to it: --env +prod.
+    """
     import os
 
     from rich.console import Console
 
     from common.environment import show
 
+    site = None
+    if cluster is not None:
+        from launcher.load_cluster import load_site
+
+        name, site = load_site(name, cluster, elsewhere=not export)  # lines for a shell are for this machine
     if export:
-        print(show.export_shell(name or "base", os.environ))
+        print(show.export_shell(name or "base", os.environ, site))
+    elif name and show.is_variable(name):
+        Console().print(show.variable_table(name, os.environ))
     else:
-        Console().print(show.settings_table(name, os.environ) if name or explain else show.sets_table())
+        Console().print(show.settings_table(name, os.environ, site) if name or explain else show.sets_table())
 
 
 @app.command(rich_help_panel=AFTERWARDS)

@@ -68,14 +68,14 @@ def build_recipe(args: argparse.Namespace) -> tuple[Any, Any]:
     Returns:
         the resolved plan, and the recipe.
     """
-    from common.environment.merge import apply_environment
+    from common.environment.merge import apply_environment, complete_name
     from common.environment.sets import BACKEND_KEY
     from common.spec import RunSpec
     from recipes.overrides import apply_to_recipe
     from recipes.resolve import resolve
 
     resolved = resolve(RunSpec(recipe=args.recipe, overrides=tuple(args.overrides)))
-    apply_environment(args.env or resolved.plan.environment_set, os.environ, resolved.plan)
+    apply_environment(complete_name(args.env, resolved.plan.environment_set), os.environ, resolved.plan)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
     plan = resolved.plan
 

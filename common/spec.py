@@ -36,6 +36,8 @@ class RunSpec:
         retry_wait: seconds before each of these starts.
         overrides: NeMo-Run `path=value` words, applied in order.
         attempt: which attempt at this run it is, from 1; set by the launcher.
+        elsewhere: the ranks start on other machines, or in a container: they check the machine, choose the micro batch
+            and record the data themselves; set by the launcher.
     """
 
     recipe: str
@@ -57,6 +59,7 @@ class RunSpec:
     retry_wait: float = 10.0
     overrides: tuple[str, ...] = ()
     attempt: int = 1
+    elsewhere: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"

@@ -157,7 +157,7 @@ def _driver_problem(gpus: machine_facts.Gpus) -> str:
 def _shared_memory() -> Iterator[Check]:
     shm = machine_facts.shared_memory()
     size = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free"
-    do = "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; else --env nccl-no-shm"
+    do = "docker run --ipc=host (or --shm-size=8g); mount -o remount,size=8g /dev/shm; else --env +nccl-no-shm"
     if shm.problem:
         text = f"{machine_facts.SHM_FOLDER} cannot be written: {shm.problem} ({size})"
         yield Check("shared memory", "error", text, do)

@@ -62,7 +62,7 @@ def run_doctor(
         print(json.dumps({"checks": [asdict(c) for c in checks], "transports": [asdict(r) for r in results]}))
     if write is not None and best is not None:
         _write_env(write, best, results)
-        console.print(f"wrote {write}: --env {_env_option(write)}, or `source {write}`", markup=False, highlight=False)
+        console.print(f"wrote {write}: --env +{_env_option(write)}, or `source {write}`", markup=False, highlight=False)
     failed = any(check.level == "error" for check in checks) or best is None or best is not results[0]
     return EXIT_PREFLIGHT if failed else 0
 
@@ -106,7 +106,7 @@ def _advise(checks: list[Check], results: list[TransportResult], best: Transport
     if best is results[0]:
         return [*lines, f"The ranks communicate with {transport.name} as it is: no variable needs to be set for that."]
     variables = " ".join(f"{key}={value}" for key, (value, _) in transport.env.items())
-    env_set = f" (--env {transport.env_set})" if transport.env_set else ""
+    env_set = f" (--env +{transport.env_set})" if transport.env_set else ""
     lines.append(f"{transport.name} is the best that works" + (f": {variables}{env_set}" if variables else "."))
     lines += [
         f"Your environment has {key}={os.environ[key]}, which overrides every environment set: change it there."

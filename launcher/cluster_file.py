@@ -6,6 +6,7 @@ what those accept without quotes; paths and values may hold anything printable, 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
@@ -31,6 +32,7 @@ Mount = Annotated[str, _Matching(rf"{_PATH}:{_PATH}(:ro|:rw)?")]
 Image = Annotated[str, _Matching(r"[A-Za-z0-9/._~][A-Za-z0-9/._:@#+~-]{0,511}")]
 Variable = Annotated[str, _Matching(r"[A-Za-z_][A-Za-z0-9_]*")]
 Host = Annotated[str, _Matching(r"[A-Za-z0-9][A-Za-z0-9._-]*")]
+HostPattern = Annotated[str, _Matching(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[0-9]{1,6}-[0-9]{1,6}\][A-Za-z0-9._-]*)?")]
 SlurmTime = Annotated[str, _Matching(r"([0-9]+-)?[0-9]+(:[0-9][0-9]){0,2}")]
 Option = Annotated[str, _Matching(r"[a-z][a-z0-9-]*")]
 # Slurm splits an #SBATCH line by its own rules, not by a shell's: no character that either of them interprets
@@ -54,6 +56,15 @@ RESERVED = {
 def _number_as_text(value: Any) -> Any:
     """Accept a number where the option wants text: people write `gpus: 8`."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _expand_range(pattern: str) -> list[str]:
+    """`gpu[08-10].lan` as gpu08.lan, gpu09.lan, gpu10.lan: the numbers keep the width of the first one."""
+    match = re.fullmatch(r"([^\[]*)\[([0-9]+)-([0-9]+)\](.*)", pattern)
+    if match is None:
+        return [pattern]
+    before, first, last, after = match.groups()
+    return [f"{before}{number:0{len(first)}d}{after}" for number in range(int(first), int(last) + 1)]
 
 
 class _Part(BaseModel):
@@ -119,12 +130,31 @@ class Mpirun(_Part):
     """Options for mpirun.
 
     Args:
-        hostfile: Open MPI's list of hosts, one per line (`NAME slots=N`); default: this machine.
+        hosts: names of the machines; `gpu[01-16]` stands for gpu01 to gpu16. As many as the run has nodes are written
+            to runs/NAME/hostfile, with a slot per device. Default: this machine.
+        hostfile: instead of hosts, Open MPI's own file, one machine per line (`NAME slots=N`).
         args: more words for mpirun, such as `--mca btl_tcp_if_include eth0`, one word each.
     """
 
+    hosts: list[HostPattern] = []
     hostfile: Text | None = None
     args: list[Text] = []
+
+    @property
+    def has_hosts(self) -> bool:
+        """Whether mpirun starts the ranks on machines of a list, not just on this one."""
+        return bool(self.hosts or self.hostfile)
+
+    @property
+    def host_names(self) -> list[str]:
+        """The machines of `hosts`, each by its own name."""
+        return [name for pattern in self.hosts for name in _expand_range(pattern)]
+
+    @model_validator(mode="after")
+    def _one_list(self) -> Mpirun:
+        if self.hosts and self.hostfile:
+            raise ValueError("hosts and hostfile are two lists of the same: leave one out")
+        return self
 
 
 class K8s(_Part):
@@ -166,8 +196,9 @@ class Cluster(_Part):
         gpu_memory_gib: memory of each GPU there, to choose the micro batch before the run is submitted; without it
             the ranks choose when they start.
         tier: an environment layer that sets how much is logged and how long collectives wait.
-        collectives: gloo and vccl add their environment layer; nccl, the default, adds none.
-        env: variables that this site needs (NCCL_SOCKET_IFNAME, NCCL_IB_HCA); they overrule the environment set.
+        collectives: gloo, vccl and vccl-ft add their environment layer; nccl, the default, adds none.
+        env: variables that this site needs (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, VCCL_LIBRARY); they overrule the
+            environment set and the shell of the machine that submits.
         wait: follow the job and end with its exit code; false: submit and return.
     """
 
@@ -182,7 +213,7 @@ class Cluster(_Part):
     python: Program | None = None
     gpu_memory_gib: Annotated[float, Field(gt=0, le=4096)] | None = None
     tier: Literal["dev", "staging", "prod"] | None = None
-    collectives: Literal["nccl", "gloo", "vccl"] = "nccl"
+    collectives: Literal["nccl", "gloo", "vccl", "vccl-ft"] = "nccl"
     env: dict[Variable, AnyText] = {}
     wait: bool = True
     tunnel: Annotated[Local | Ssh, Field(discriminator="kind")] = Local()

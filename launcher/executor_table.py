@@ -17,7 +17,8 @@ class Executor:
 
     Args:
         trains_here: the ranks run on this machine and in its file system: the launcher checks machine and data, and
-            records the data, before the start. Elsewhere the ranks do so when they start.
+            records the data, before the start. Elsewhere the ranks do so when they start. (mpirun with hosts starts
+            them on other machines that share the files.)
         on_cluster: a scheduler runs the job where the cluster file says, also after the launcher has ended.
     """
 
@@ -52,8 +53,13 @@ def check(name: str, cluster_file: str | None) -> None:
         )
 
 
-def trains_here(name: str | None) -> bool:
+def trains_here(name: str | None, cluster: Cluster | None) -> bool:
     """Whether the ranks run on this machine and in its file system; None stands for `direct` or `local`."""
+    on_hosts = name == "mpirun" and cluster is not None and cluster.mpirun.has_hosts
+    return _has_these_files(name) and not on_hosts
+
+
+def _has_these_files(name: str | None) -> bool:
     return name is None or EXECUTORS[name].trains_here
 
 
@@ -63,7 +69,7 @@ def shares_run_folder(name: str | None, cluster: Cluster | None) -> bool:
     It does on this machine, in a container (which mounts the checkout) and on a Slurm cluster's nodes; not behind ssh
     and not in Kubernetes.
     """
-    return name != "k8s" and (cluster is None or cluster.tunnel.kind == "local" or trains_here(name))
+    return name != "k8s" and (cluster is None or cluster.tunnel.kind == "local" or _has_these_files(name))
 
 
 def shares_files(name: str | None, cluster: Cluster | None) -> bool:
@@ -74,4 +80,4 @@ def shares_files(name: str | None, cluster: Cluster | None) -> bool:
     cluster and every container have a file system of their own (a container sees what its mounts and its image hold).
     """
     on_shared_nodes = name == "slurm" and cluster is not None and not cluster.image and cluster.tunnel.kind == "local"
-    return trains_here(name) or on_shared_nodes
+    return _has_these_files(name) or on_shared_nodes

@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from common import logs, processes, run_lock, rundir
-from common.environment.merge import Setting, apply_environment, restart_with_preloads
-from common.environment.sets import BACKEND_KEY, TIERS
+from common.environment.merge import Setting, Site, apply_environment, complete_name, restart_with_preloads
+from common.environment.sets import BACKEND_KEY
+from common.environment.shell import shell_settings
 from common.errors import EXIT_PREFLIGHT, UserError
 from common.files import write_atomic
 from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table, executors, resume, run_file
 from launcher.executors import Job
+from launcher.executors.on_cluster import check_size
 from launcher.launcher_log import LauncherLog, keep_launcher_log
+from launcher.load_cluster import load_cluster, with_layers
 from launcher.outcome import ExplainFailure, record_complete, submit_and_record
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
@@ -56,12 +59,14 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
     logs.log_to_console()
     processes.interrupt_on_stop_signals()  # until something else handles them: training, or the wait for the ranks
     folder = _claim(spec)
-    retries = Retries()
+    retries, environ = Retries(), dict(os.environ)
     try:
         with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
             code = _launch(spec, folder, launcher_log, explain_failure)
             while not spec.dryrun and (again := retries.next_spec(folder, code)):
                 launcher_log.path = None
+                os.environ.clear()  # of what the first attempt set: a retry records who set what, too
+                os.environ.update(environ)
                 code = _launch(again, folder, launcher_log, explain_failure, is_retry=True)
             return code
     finally:
@@ -114,9 +119,11 @@ def _launch(
     """One attempt; the lines of a retry would repeat those of the first."""
     resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
     executor = resolved.spec.executor or "direct"
-    submit, trains_here = executors.resolve(executor), executor_table.trains_here(executor)
-    cluster = _load_cluster(resolved.spec)
+    submit, cluster = executors.resolve(executor), _load_cluster(resolved.spec)
+    check_size(cluster, resolved.plan.num_nodes, resolved.plan.devices, executor)
     executors.check(executor, _job(resolved, resolved.plan, folder, [], cluster))
+    trains_here = executor_table.trains_here(executor, cluster)
+    resolved = resolved.with_spec(elsewhere=not trains_here)
     sees_run = executor_table.shares_run_folder(executor, cluster)
     if spec.resume and sees_run:
         rundir.check_resumable(folder)
@@ -210,28 +217,17 @@ def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Settin
     if spec.executor == "direct" and (dropped := rank_env.clear_rank_variables(os.environ)):
         log.info("direct: one process; %s of the job around it are not read", ", ".join(dropped))
     before = dict(os.environ)
-    settings = apply_environment(_env_name(spec.env or plan.environment_set, cluster), os.environ, plan)
+    name = with_layers(complete_name(spec.env, plan.environment_set), cluster)
+    site = Site(cluster.env if cluster else {}, spec.cluster or "", elsewhere=spec.elsewhere)
+    settings = apply_environment(name, os.environ, plan, site)
+    settings += shell_settings(before, settings, same_files=executor_table.shares_files(spec.executor, cluster))
     if spec.executor == "direct" and not spec.dryrun:
         restart_with_preloads(settings, before)
     return settings
 
 
 def _load_cluster(spec: RunSpec) -> Cluster | None:
-    if spec.cluster is None:
-        return None
-    from launcher.load_cluster import load_cluster
-
-    return load_cluster(spec.cluster)
-
-
-def _env_name(name: str, cluster: Cluster | None) -> str:
-    """The environment set with the layers that the cluster file adds; a tier in `name` wins."""
-    layers = name.split("+")
-    for layer in cluster.env_layers if cluster else ():
-        if layer not in layers and not (layer in TIERS and set(layers) & set(TIERS)):
-            log.info("env: %s is added (the cluster file's)", layer)
-            layers.append(layer)
-    return "+".join(layers)
+    return load_cluster(spec.cluster) if spec.cluster is not None else None
 
 
 def _job(
@@ -273,7 +269,7 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
         return text
     folder.write(spec, text, settings, [sys.executable, *sys.argv])
     write_atomic(folder.run_file, run_file.dump(spec))
-    if executor_table.trains_here(spec.executor) and not spec.dryrun:
+    if not spec.elsewhere and not spec.dryrun:
         data_records.write(built.partial, built.plan, folder)
     if spec.dryrun:
         log.info("dry run: trained nothing%s", f"; written: {folder.path}" if spec.write else "")
@@ -327,9 +323,9 @@ def _check_learning_rate(partial: run.Partial, folder: RunDir | None) -> None:
 
 def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None) -> list[Finding]:
     """The errors that can be found on this machine; the ranks check the rest where they run."""
-    machine = executor_table.trains_here(spec.executor)
     data = executor_table.shares_files(spec.executor, cluster)
-    return [finding for finding in preflight.check(plan, folder, machine=machine, data=data) if finding.fatal]
+    found = preflight.check(plan, folder, machine=not spec.elsewhere, data=data)
+    return [finding for finding in found if finding.fatal]
 
 
 @contextlib.contextmanager

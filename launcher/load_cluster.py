@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from common.environment.merge import Site
+from common.environment.sets import TIERS
 from common.errors import UserError
 from common.small_files import parse_yaml, read_small_file
 from launcher.cluster_file import Cluster
+
+log = logging.getLogger("launch")
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -47,6 +52,29 @@ def load_cluster(path: str | Path) -> Cluster:
         first = problem.errors()[0]
     where = [part for part in first["loc"] if part not in ("local", "ssh") or part in _names_in(rows)]
     raise _field_error(path, node, rows, where, first)
+
+
+def with_layers(name: str, cluster: Cluster | None) -> str:
+    """The environment set with the layers that the cluster file adds; a tier in `name` wins."""
+    layers = name.split("+")
+    for layer in cluster.env_layers if cluster else ():
+        if layer not in layers and not (layer in TIERS and set(layers) & set(TIERS)):
+            log.info("env: %s is added (the cluster file's)", layer)
+            layers.append(layer)
+    return "+".join(layers)
+
+
+def load_site(name: str | None, path: Path, *, elsewhere: bool) -> tuple[str, Site]:
+    """The environment set and the machines that a run with this cluster file would have, for `launch.py env`.
+
+    Args:
+        elsewhere: they are not this machine (common/environment/merge.py).
+
+    Raises:
+        UserError: as `load_cluster`.
+    """
+    cluster = load_cluster(path)
+    return with_layers(name or "base", cluster), Site(cluster.env, str(path), elsewhere=elsewhere)
 
 
 def _field_error(path: str | Path, node: Any, rows: Any, where: list[Any], first: Any) -> UserError:

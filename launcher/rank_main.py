@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import logs, processes, rank_states, run_lock, run_status
+from common.environment import vccl
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.files import write_atomic
 from common.rank_states import RankState
 from common.rundir import RunDir, check_resumable
 from common.spec import RunSpec
-from launcher import batch_size, build, data_records, executor_table
+from launcher import batch_size, build, data_records
 from launcher.resume import newest_good_checkpoint
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
@@ -59,7 +60,9 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
     if where.rank == 0:
         run_lock.acquire(folder.path, run_lock.RANK_0)
     with _recorded(folder, resolved, where):
-        trains_here = executor_table.trains_here(spec.executor)  # then the launcher has checked and logged what follows
+        if library := vccl.check_mapped(vccl.asked_library(json.loads(folder.env.read_text()))):
+            log.info("VCCL: %s (NCCL %s) is loaded in place of torch's NCCL", library.path, library.version)
+        trains_here = not spec.elsewhere  # then the launcher has checked and logged what follows
         if not trains_here:
             if spec.resume:
                 check_resumable(folder)
@@ -233,8 +236,11 @@ def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:
         UserError: torchrun, mpirun or srun started another number of ranks than the run was written for.
     """
     spec = folder.spec()
-    for row in json.loads(folder.env.read_text()):  # what the executor or the node has set wins: devices, network
-        os.environ.setdefault(row["key"], row["value"])
+    rows = json.loads(folder.env.read_text())
+    vccl.start_again_with_vccl(vccl.asked_library(rows), os.environ)
+    for row in rows:  # what the executor or the node has set wins: devices, network
+        if row["key"] not in vccl.PRELOADS:  # no longer read
+            os.environ.setdefault(row["key"], row["value"])
     resolved = resolve(spec)
     plan = resolved.plan
     if spec.executor == "direct":

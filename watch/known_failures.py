@@ -52,7 +52,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
             r"No space left on device: '?(?P<segment>/dev/shm/[^']+)",
         ),
         cause="the shared memory of this machine (/dev/shm) is full[: {segment}]",
-        advice="docker run --ipc=host, or --shm-size=8g; else --env dual+nccl-no-shm (python launch.py doctor)",
+        advice="docker run --ipc=host, or --shm-size=8g; else --env +nccl-no-shm (python launch.py doctor)",
     ),
     KnownFailure(
         name="host_oom",

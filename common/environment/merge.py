@@ -1,7 +1,8 @@
-"""Merge environment sets: base < sets < tier < the user's own environment, before torch is imported.
+"""Merge environment sets: base < sets < tier < the user's shell < the cluster file, before torch is imported.
 
 `--env dual+prod` names layers joined by `+`; a layer with a slash or the ending .env is a file, such as
-`doctor --write` makes. Variables that the shell sets already keep their values. docs/environment.md explains each one.
+`doctor --write` makes. Variables that the shell sets already keep their values; those of a cluster file's `env`
+overrule them, because the file describes the machines that train. docs/environment.md explains each variable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.commands import launch_command
@@ -20,7 +21,7 @@ from common.environment.sets import BACKEND_KEY, BASE, ONLY_IF, SETS, TIERS, TIM
 from common.errors import UserError, unknown_name
 from common.small_files import read_small_file
 
-_PRELOADS = ("LD_PRELOAD", "LD_LIBRARY_PATH")
+USER, CLUSTER = "user", "cluster file"  # sources of a setting, beside the names of the layers
 _LINE = re.compile(r"(?:export\s+)?(?P<key>[A-Za-z_]\w*)=(?P<value>.*)")
 
 
@@ -54,7 +55,7 @@ class Parallelism(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """One variable: its value, its source (a layer's name, or `user`) and the reason for it.
+    """One variable: its value, its source (a layer's name, `user` or `cluster file`) and the reason for it.
 
     Args:
         only_if: the parallelism without which the variable has no use; empty if the parallelism is known.
@@ -67,12 +68,34 @@ class Setting:
     only_if: str = ""
 
 
+@dataclass(frozen=True)
+class Site:
+    """The machines that train, as a cluster file describes them.
+
+    Args:
+        variables: the file's `env`; overrules the sets and the shell of the machine that submits.
+        file: its path.
+        elsewhere: the ranks start on other machines or in a container: no library can be looked at from here.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    file: str = ""
+    elsewhere: bool = False
+
+
 def parse_layers(name: str) -> list[tuple[str, Table]]:
     """Split `dual+prod` into its layers, in the order in which they apply: base, the sets as written, the tier.
 
     Raises:
         UserError: an unknown layer, two tiers, or a file that cannot be read.
     """
+    if name.startswith("+"):
+        raise UserError(
+            f"{name!r} adds to the set of a recipe, and no recipe is named here",
+            expected="SET, or SET+SET+TIER",
+            found=repr(name),
+            do=launch_command("env", f"dual{name}", "--explain"),
+        )
     words = [word.strip() for word in name.split("+")]
     tiers = [word for word in words if word in TIERS]
     if len(tiers) > 1:
@@ -88,10 +111,22 @@ def parse_layers(name: str) -> list[tuple[str, Table]]:
     return [("base", BASE), *others, *((tier, TIERS[tier]) for tier in tiers)]
 
 
+def complete_name(asked: str | None, own: str) -> str:
+    """The layers of a run: what `--env` names replaces the recipe's own set; with a + in front it is added to it.
+
+    Args:
+        asked: `--env` as it was typed; None if it was not.
+        own: the recipe's set.
+    """
+    if asked is None:
+        return own
+    return own + asked if asked.startswith("+") else asked
+
+
 def _read_file(word: str) -> Table:
     """Read a layer from a file of `export KEY=value  # reason` lines, without executing anything in it."""
     if "/" not in word and not word.endswith(".env"):
-        also = ", or a FILE.env; joined as in dual+prod"
+        also = ", or a FILE.env; joined as in dual+prod, or added to the recipe's as in +prod"
         lists = f"{launch_command('env')} explains them; without --env a run takes the recipe's own"
         raise unknown_name("environment set", word, (*SETS, *TIERS), lists, also)
     try:
@@ -131,40 +166,66 @@ def _parse_line(line: str, where: str) -> tuple[str, str, str]:
     return match["key"], "".join(words), reason.strip()
 
 
-def resolve_environment(name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None) -> list[Setting]:
-    """Merge the layers of `name` with `environ`, for a run of this parallelism.
+def resolve_environment(
+    name: str, environ: Mapping[str, str], parallelism: Parallelism | None = None, site: Site | None = None
+) -> list[Setting]:
+    """Merge the layers of `name` with `environ` and the site, for a run of this parallelism.
 
     Args:
         parallelism: None keeps all variables, and names in `only_if` what they need.
+        site: the machines that train; None is this one.
 
     Raises:
         UserError: no such set, values that exclude each other, or no usable VCCL library.
     """
+    site = site or Site()
+    given = {**environ, **site.variables}
+    layers = parse_layers(name)
+    merged = _merge_layers(layers, given, parallelism)
+    merged = {s.key: Setting(s.key, environ[s.key], USER, s.reason) if s.key in environ else s for s in merged.values()}
+    merged |= {key: _from_site(key, value, environ, site) for key, value in site.variables.items()}
+    _check_values({**given, **{s.key: s.value for s in merged.values() if not s.only_if}})
+    if any(source in vccl.SETS for source, _ in layers):
+        rows = vccl.settings_elsewhere(given) if site.elsewhere else vccl.preload_settings(given)
+        merged |= {row[0]: Setting(*row) for row in rows}
+    return list(merged.values())
+
+
+def _merge_layers(
+    layers: Sequence[tuple[str, Table]], given: Mapping[str, str], parallelism: Parallelism | None
+) -> dict[str, Setting]:
+    """The settings of the layers by variable; a later layer replaces an earlier one."""
     merged: dict[str, Setting] = {}
-    for source, table in parse_layers(name):
+    for source, table in layers:
         for key, (value, reason) in table.items():
             condition = "" if source in VERBATIM else ONLY_IF.get(key, "")
-            if condition and parallelism is not None and not _holds(condition, parallelism, environ):
+            if condition and parallelism is not None and not _holds(condition, parallelism, given):
                 continue
             if parallelism is not None and source in SETS and source not in VERBATIM:
                 value = _show_more_gpus(key, value, parallelism)
             merged[key] = Setting(key, value, source, reason, condition if parallelism is None else "")
-    settings = [Setting(s.key, environ[s.key], "user", s.reason) if s.key in environ else s for s in merged.values()]
-    _check_values({**environ, **{s.key: s.value for s in settings if not s.only_if}})
-    if any(source in ("vccl", "vccl-ft") for source, _ in parse_layers(name)):
-        settings += [Setting(*row) for row in vccl.preload_settings(environ)]
-    return settings
+    return merged
+
+
+def _from_site(key: str, value: str, environ: Mapping[str, str], site: Site) -> Setting:
+    overruled = f"; overrules {environ[key]!r} of your shell" if environ.get(key, value) != value else ""
+    return Setting(key, value, CLUSTER, (site.file or "its `env`") + overruled)
 
 
 def apply_environment(
-    name: str, environ: MutableMapping[str, str], parallelism: Parallelism | None = None
+    name: str,
+    environ: MutableMapping[str, str],
+    parallelism: Parallelism | None = None,
+    site: Site | None = None,
 ) -> list[Setting]:
-    """Set the variables of `name` in `environ`; variables that are set already keep their values.
+    """Set the variables of `name` and of the site in `environ`; others that are set already keep their values.
 
-    Without `parallelism`, variables that need a certain parallelism are left out. Raises as `resolve_environment`.
+    Without `parallelism`, variables that need a certain parallelism are left out. Libraries to be loaded on other
+    machines are not set here: this process starts programs of its own. Raises as `resolve_environment`.
     """
-    settings = [setting for setting in resolve_environment(name, environ, parallelism) if not setting.only_if]
-    environ.update({setting.key: setting.value for setting in settings})
+    settings = [setting for setting in resolve_environment(name, environ, parallelism, site) if not setting.only_if]
+    skipped = vccl.PRELOADS if site is not None and site.elsewhere else ()
+    environ.update({setting.key: setting.value for setting in settings if setting.key not in skipped})
     return settings
 
 
@@ -210,7 +271,7 @@ def _check_values(values: Mapping[str, str]) -> None:
         if values.get("NCCL_PASS_SM") == "1":
             raise UserError(
                 "VCCL's two modes exclude each other",
-                expected="NCCL_PASS_SM=1 (--env vccl) or NCCL_ENABLE_FAULT_TOLERANCE=1 (--env vccl-ft)",
+                expected="NCCL_PASS_SM=1 (--env +vccl) or NCCL_ENABLE_FAULT_TOLERANCE=1 (--env +vccl-ft)",
                 found="both are 1",
                 do="choose one, and unset the other in your shell",
             )
@@ -237,7 +298,7 @@ def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]
     Args:
         before: the environment as it was before `apply_environment`.
     """
-    wanted = {s.key: s.value for s in settings if s.key in _PRELOADS}
+    wanted = {s.key: s.value for s in settings if s.key in vccl.PRELOADS}
     if all(before.get(key) == value for key, value in wanted.items()):
         return
     sys.stdout.flush()

@@ -1,8 +1,8 @@
 """The environment sets as plain tables: variable -> (value, reason). common/environment/merge.py merges them.
 
 BASE is part of every set. SETS are for kinds of machines and of communication, TIERS for development, rehearsal and
-production. ONLY_IF names the parallelism without which a variable has no use. NOT_SET says why no set has certain
-variables that are recommended elsewhere.
+production. ONLY_IF names the parallelism without which a variable has no use. common/environment/known.py says what is
+known of each variable, and why no set has certain ones that are recommended elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _THREADS: Table = {
     "OMP_NUM_THREADS": ("4", "torchrun's own 1 starves host work; every core in every rank oversubscribes"),
 }
 _CONNECTIONS = ("1", "launches a layer's communication before the GEMM it overlaps with (TP, CP)")
+_GUIDE = "from VCCL's guide, not measured here"
 _MARGIN = ("16", "leaves 16 SMs to the gradient reduction that overlaps the backward pass (DP)")
 
 SETS: dict[str, Table] = {
@@ -80,17 +81,33 @@ SETS: dict[str, Table] = {
     "nccl-no-shm": {
         "NCCL_SHM_DISABLE": ("1", "NCCL without /dev/shm: ranks without a direct path go through the network stack"),
     },
+    "memory": {
+        "NCCL_CUMEM_ENABLE": ("1", f"{_GUIDE}; NCCL 2.19 and newer decides this by itself"),
+        "NCCL_BUFFSIZE": ("8388608", f"{_GUIDE}; twice NCCL's own 4 MiB: takes more GPU memory, for large messages"),
+        "NCCL_P2P_LEVEL": ("PIX", f"{_GUIDE}; GPUs that share no PCIe switch and no NVLink go through host memory"),
+    },
+    "network": {
+        "NCCL_IB_TIMEOUT": ("22", f"{_GUIDE}; 17 s a retry instead of 4: a flapping link stalls the run"),
+        "NCCL_IB_RETRY_CNT": ("7", f"{_GUIDE}; NCCL's own, and the maximum"),
+        "NCCL_IB_AR_THRESHOLD": ("8192", f"{_GUIDE}; NCCL's own"),
+        "NCCL_NET_GDR_LEVEL": ("PHB", f"{_GUIDE}; a NIC reaches GPU memory within one CPU socket"),
+    },
+    "overlap": {
+        "NCCL_PASS_SM": ("1", f"{_GUIDE}; only VCCL reads it: join with vccl"),
+        "NCCL_CUMEM_ENABLE": ("1", f"{_GUIDE}; cuMem buffers, which SM-free transfers register"),
+        "CUDA_DEVICE_MAX_CONNECTIONS": _CONNECTIONS,
+    },
     "vccl": {
         "NCCL_PASS_SM": ("1", "transfers without GPU kernels: what VCCL is for; pays with pipelines across nodes"),
         "NCCL_PSM_FORCE_ZEROCOPY": ("1", "no staging copies; VCCL asks for it beside NCCL_PASS_SM"),
         "NCCL_PXN_DISABLE": ("1", "VCCL's SM-free mode does not go through a neighbour's NIC"),
         "NCCL_CUMEM_ENABLE": ("1", "cuMem buffers, which zero-copy registers"),
-        "NCCL_ENABLE_FAULT_TOLERANCE": ("0", "VCCL has none in SM-free mode; --env vccl-ft has it without that mode"),
+        "NCCL_ENABLE_FAULT_TOLERANCE": ("0", "VCCL has none in SM-free mode; --env +vccl-ft has it without that mode"),
         "NCCL_TELEMETRY_ENABLE": ("0", "VCCL's flow telemetry does not see SM-free transfers"),
     },
     "vccl-ft": {
         "NCCL_PASS_SM": ("0", "fault tolerance and SM-free transfers exclude each other"),
-        "NCCL_CUMEM_ENABLE": ("1", "as in VCCL's own examples; NCCL 2.24 and newer decides this by itself"),
+        "NCCL_CUMEM_ENABLE": ("1", "as in VCCL's own examples; NCCL 2.19 and newer decides this by itself"),
         "NCCL_ENABLE_FAULT_TOLERANCE": ("1", "a failed NIC's traffic moves to another; needs your NCCL_IB_HCA"),
         "NCCL_RETRY_COUNT": ("7", "attempts on a NIC before its traffic moves"),
         "NCCL_TIMEOUT": ("18", "as the InfiniBand exponent: 1.1 s an attempt"),
@@ -115,7 +132,10 @@ TIERS: dict[str, Table] = {
         TIMEOUT_KEY: ("300", "s; a hang ends the rehearsal soon"),
     },
     "prod": {
-        "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),
+        "NCCL_DEBUG": (
+            "ERROR",
+            "as VCCL's guide has it; NCCL knows no ERROR and prints nothing: torch's error quotes its last one",
+        ),
         "TORCH_NCCL_TRACE_BUFFER_SIZE": ("2000", "torch's flight recorder: the last 2000 collectives of each rank"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": ("1", "the flight recorder is written when a collective times out"),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": (
@@ -129,6 +149,25 @@ TIERS: dict[str, Table] = {
     },
 }
 
+PURPOSES: dict[str, str] = {
+    "base": "part of every set",
+    "official": "the documented single-GPU environment, unchanged",
+    "lean": "one GPU: the variables of `official` that matter",
+    "cpu": "recipes that run on the CPU",
+    "dual": "two GPUs of one machine",
+    "multinode-ib": "several machines on InfiniBand",
+    "gloo": "where NCCL fails: everything over TCP",
+    "nccl-no-shm": "where /dev/shm is broken",
+    "memory": "VCCL's guide: NCCL's buffers",
+    "network": "VCCL's guide: InfiniBand",
+    "overlap": "VCCL's guide: communication beside computation; with `vccl`",
+    "vccl": "VCCL instead of NCCL: SM-free transfers",
+    "vccl-ft": "VCCL instead of NCCL: fault tolerance and telemetry",
+    "dev": "tier: everything is logged, a lost rank is noticed after 2 minutes",
+    "staging": "tier: NCCL's warnings, 5 minutes",
+    "prod": "tier: NCCL is silent, 30 minutes",
+}
+
 # The parallelism without which a variable has no use; `official` sets all of its variables for every run.
 ONLY_IF: dict[str, str] = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "TP > 1 or CP > 1",
@@ -138,36 +177,3 @@ ONLY_IF: dict[str, str] = {
     "OMP_WAIT_POLICY": "several ranks",
 }
 VERBATIM = frozenset({"official"})
-
-NOT_SET: dict[str, str] = {
-    "USE_LIBUV": "0 cures torch builds without libuv (Windows); on Linux it only takes the slower store",
-    "TORCHELASTIC_USE_AGENT_STORE": "torchrun sets it in its ranks; True by hand leaves rank 0 waiting for a store",
-    "MASTER_ADDR": "the executor sets it; by hand only for ranks that you start yourself",
-    "MASTER_PORT": "the executor finds a free one; a fixed one can be taken",
-    "WORLD_SIZE": "the executor sets it; left over in a shell it makes one process wait for others",
-    "RANK": "the executor sets it, as LOCAL_RANK",
-    "LOCAL_RANK": "the executor sets it, as RANK",
-    "NCCL_P2P_DISABLE": "`doctor` tries 1: staging through host memory costs most of the bandwidth",
-    "NCCL_IB_DISABLE": "1 forces TCP: a diagnostic; without InfiniBand NCCL takes TCP by itself",
-    "NCCL_IB_HCA": "your cluster's NICs (`ibstat`); needed by vccl-ft and where a NIC must be left out",
-    "NCCL_IB_GID_INDEX": "RoCE before NCCL 2.21: 3 on most; since then NCCL finds it",
-    "NCCL_IB_TC": "RoCE traffic class, from your network's administrator",
-    "NCCL_IB_SL": "InfiniBand service level, from your network's administrator",
-    "NCCL_IB_RETRY_CNT": "7 is the default and the maximum",
-    "NCCL_NET_GDR_LEVEL": "NCCL reads the PCIe topology; set it only after measuring",
-    "NCCL_CROSS_NIC": "NCCL decides by the fabric; set it only after measuring",
-    "NCCL_SOCKET_IFNAME": "your network's interface, where NCCL takes a wrong one (docker0, a VPN)",
-    "GLOO_SOCKET_IFNAME": "your network's interface, where the host name leads to a wrong one; lo on one machine",
-    "NCCL_ALGO": "NCCL's own choice is made by size and topology; a forced one is wrong for most sizes",
-    "NCCL_PROTO": "as NCCL_ALGO; forcing LL128 where the hardware lacks it corrupts data",
-    "TORCH_NCCL_BLOCKING_WAIT": "makes every wait block the CPU: slower; the timeout works without it",
-    "NCCL_GRAPH_REGISTER": "NCCL's default serves: the graphs of this project hold no communicator",
-    "TRANSFORMERS_OFFLINE": "1 blocks the first download of a base model; set it after that",
-    "HF_HUB_OFFLINE": "as TRANSFORMERS_OFFLINE",
-    "OMPI_COMM_WORLD_RANK": "mpirun's rank; --executor mpirun maps it",
-    "NCCL_PSM_BUFFER_SIZE": "VCCL's automatic size",
-    "NCCL_PSM_P2P_NCHANNELS": "VCCL's automatic number",
-    "LD_PRELOAD": "the vccl sets put their library here, before yours",
-    "LD_LIBRARY_PATH": "the vccl sets put their folder here, before yours",
-    "VCCL_LIBRARY": "where your VCCL is: the .so or its folder; the vccl sets look here first",
-}

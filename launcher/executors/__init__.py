@@ -23,7 +23,7 @@ class Job:
     Args:
         folder: runs/NAME, with spec.json, config.yaml and the rest written.
         logs: this attempt's folder under it; the first process that writes there makes it (a dry run makes none).
-        env: every variable each rank must have (the applied environment set), values unquoted.
+        env: every variable each rank must have (env.json: set, cluster file, the user's shell), values unquoted.
         devices: ranks per node.
         num_nodes: nodes.
         accelerator: what a rank computes on.

@@ -119,7 +119,7 @@ def _container_settings(job: Job, cluster: Cluster) -> dict[str, Any]:
         "ulimits": [*(["memlock:-1"] if job.accelerator == "gpu" else []), "stack:67108864"],
         "network": cluster.docker.network,
         "volumes": mounts,
-        "env_vars": {**_torchrun_variables(job), **job.env, **cluster.env},
+        "env_vars": {**_torchrun_variables(job), **job.env},
     }
 
 

@@ -15,7 +15,7 @@ from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
 from launcher.executors.k8s_manifest import kubernetes_name, manifest
-from launcher.executors.on_cluster import check_fits
+from launcher.executors.on_cluster import check_names
 
 log = logging.getLogger("launch")
 _POLL_S = 10.0
@@ -51,7 +51,7 @@ def check(job: Job) -> tuple[Cluster, K8s]:
     Raises:
         UserError: more than the cluster file allows, a file without a k8s part, or a name that Kubernetes cannot take.
     """
-    cluster = check_fits(job)
+    cluster = check_names(job)
     if cluster.k8s is None or cluster.image is None:
         raise UserError(
             "the cluster file does not describe a Kubernetes cluster",

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from common import processes, rank_states
 from common.errors import PreflightError, UserError
+from common.files import write_atomic
+from launcher.cluster_file import Mpirun
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
@@ -36,12 +38,15 @@ def submit(job: Job) -> int:
         UserError: several nodes without a hostfile, or an unreadable one; an MPI other than Open MPI.
         PreflightError: this machine has no mpirun.
     """
-    hosts = _read_hosts(job)
+    hosts, file = _find_hosts(job)
+    if job.cluster and job.cluster.mpirun.hosts:
+        job.folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(Path(str(file)), "".join(f"{host} slots={job.devices}\n" for host in hosts))
     program = "mpirun" if job.dryrun else _find_open_mpi()
     lines = _prepare_environment(job, hosts)
-    command = _command(job, program)
+    command, environ = _command(job, program, file), {**os.environ, **job.env}
     if job.dryrun:
-        words = [f"{key}={os.environ[key]}" for key in _exported_names(job)]
+        words = [f"{key}={environ[key]}" for key in _exported_names(job)]
         log.info("mpirun: would start\n%s", shlex.join(["env", *words, *command]))
         return 0
     for line in lines:
@@ -53,7 +58,7 @@ def submit(job: Job) -> int:
     log.info("resume:    %s", job.resume_command)
     own = job.logs / "mpirun.log"
     with own.open("a") as output, Follower(job.logs / "console.log"):
-        ranks = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        ranks = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
         with ForwardSignals(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM)):
             ranks.wait()
@@ -62,20 +67,20 @@ def submit(job: Job) -> int:
 
 
 def check(job: Job) -> None:
-    """Check that the hostfile holds the nodes of the run."""
-    _read_hosts(job)
+    """Check that the list of hosts holds the nodes of the run."""
+    _find_hosts(job)
 
 
-def _command(job: Job, program: str) -> list[str]:
+def _command(job: Job, program: str, hostfile: str | None) -> list[str]:
     own = job.cluster.mpirun if job.cluster else None
     words = [program, "-np", str(job.world_size), "--map-by", f"ppr:{job.devices}:node"]
     words += ["--bind-to", "none"]  # it binds a rank to one core, and the data workers and savers with it
-    words += ["--hostfile", str(own.hostfile)] if own and own.hostfile else []
+    words += ["--hostfile", hostfile] if hostfile else []
     words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
     words += ["--oversubscribe"] if job.accelerator == "cpu" else []
     words += own.args if own else []
     for key in _exported_names(job):
-        words += ["-x", key]  # values from this process's environment: nothing to quote
+        words += ["-x", key]  # values from mpirun's environment: nothing to quote
     python = job.cluster.python if job.cluster and job.cluster.python else sys.executable
     return [*words, python, *job.rank_command[1:]]
 
@@ -107,23 +112,31 @@ def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
     ]
 
 
-def _read_hosts(job: Job) -> list[str]:
-    """The hosts of the cluster file's hostfile, in its order; none for this machine.
+def _find_hosts(job: Job) -> tuple[list[str], str | None]:
+    """The hosts of the run in their order, and Open MPI's file of them; none for this machine.
+
+    The file is the cluster file's own, or runs/NAME/hostfile, which `submit` writes from its `hosts`.
 
     Raises:
-        UserError: several nodes and no hostfile, or fewer hosts in it than nodes.
+        UserError: several nodes and no hosts, or fewer hosts than nodes.
     """
-    file = job.cluster.mpirun.hostfile if job.cluster else None
-    rows = Path(file).read_text().splitlines() if file and Path(file).is_file() else []
-    hosts = [row.split("#")[0].split()[0] for row in rows if row.split("#")[0].strip()]
+    own = job.cluster.mpirun if job.cluster else Mpirun()
+    if own.hosts:
+        hosts, file = own.host_names[: job.num_nodes], str(job.folder.path / "hostfile")
+        where = f"in `hosts`: {', '.join(own.hosts)}"
+    else:
+        file = own.hostfile or ""
+        rows = Path(file).read_text().splitlines() if file and Path(file).is_file() else []
+        hosts = [row.split("#")[0].split()[0] for row in rows if row.split("#")[0].strip()]
+        where = f"in {file}" if file else "no hosts"
     if (file or job.num_nodes > 1) and len(hosts) < job.num_nodes:
         raise UserError(
-            "the hostfile does not hold the nodes of the run",
-            expected=f"{job.num_nodes} host(s), one per line: NAME slots={job.devices}",
-            found=f"{len(hosts)} in {file}" if file else "no hostfile",
-            do="--cluster FILE with `mpirun: {hostfile: PATH}` (docs/many-gpus.md)",
+            "the list of hosts does not hold the nodes of the run",
+            expected=f"{job.num_nodes} host(s)",
+            found=f"{len(hosts)} {where}" if file else where,
+            do="--cluster FILE with `mpirun: {hosts: [NAME, NAME]}` or `mpirun: {hostfile: PATH}` (docs/clusters.md)",
         )
-    return hosts
+    return hosts, file or None
 
 
 def _find_open_mpi() -> str:

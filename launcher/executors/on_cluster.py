@@ -16,23 +16,34 @@ from launcher.executors import Job
 _GPU_NUMBERS = "CUDA_VISIBLE_DEVICES"
 
 
-def check_fits(job: Job) -> Cluster:
-    """Check that the cluster file allows the job.
+def check_names(job: Job) -> Cluster:
+    """Check that a scheduler can take the job's name and run directory.
 
     Returns:
         the job's cluster.
 
     Raises:
-        UserError: more nodes or devices than the file allows, or a run directory that a scheduler cannot take.
+        UserError: it cannot.
     """
     check_run_name(job.folder.name)
     assert job.cluster is not None, "launcher.executor_table.check comes first"
     own_files = job.cluster.image is not None or isinstance(job.cluster.tunnel, Ssh)
     check_run_folder(job.folder.path, in_checkout=own_files)
-    for what, wanted, most, option in (
-        ("nodes", job.num_nodes, job.cluster.nodes, "--nodes"),
-        ("devices_per_node", job.devices, job.cluster.devices_per_node, "--devices"),
-    ):
+    return job.cluster
+
+
+def check_size(cluster: Cluster | None, num_nodes: int, devices: int, executor: str) -> None:
+    """Check that the cluster file allows a run of this size.
+
+    Raises:
+        UserError: more nodes or devices per node than the file allows. (mpirun counts its nodes in the list of hosts.)
+    """
+    if cluster is None:
+        return
+    limits = [("devices_per_node", devices, cluster.devices_per_node, "--devices")]
+    if executor != "mpirun":
+        limits.insert(0, ("nodes", num_nodes, cluster.nodes, "--nodes"))
+    for what, wanted, most, option in limits:
         if wanted > most:
             raise UserError(
                 f"the run takes more {what} than the cluster file allows",
@@ -40,7 +51,6 @@ def check_fits(job: Job) -> Cluster:
                 found=str(wanted),
                 do=f"{option} {most}, or raise {what} in the file",
             )
-    return job.cluster
 
 
 def check_run_folder(path: Path, *, in_checkout: bool) -> None:
@@ -87,8 +97,8 @@ def python_on_nodes(cluster: Cluster) -> str:
 
 
 def rank_environment(job: Job, cluster: Cluster) -> dict[str, str]:
-    """The environment of every rank: the applied set, overruled by what the site needs."""
-    given = {**job.env, **cluster.env}
+    """The environment of every rank on a cluster whose scheduler numbers the GPUs: without a set's numbers."""
+    given = dict(job.env)
     if job.accelerator == "gpu" and _GPU_NUMBERS not in cluster.env:
         given.pop(_GPU_NUMBERS, None)
     return given

@@ -17,7 +17,7 @@ from common.files import write_atomic
 from common.spec import RunSpec
 from launcher.cluster_file import Cluster, Ssh
 from launcher.executors import Job
-from launcher.executors.on_cluster import check_fits, workdir_on_nodes
+from launcher.executors.on_cluster import check_names, workdir_on_nodes
 from launcher.executors.slurm_render import render
 from launcher.executors.slurm_watch import Submitted, follow
 from launcher.executors.tunnel import open_tunnel, run_command
@@ -38,7 +38,7 @@ def submit(job: Job) -> int:
         UserError: a name that Slurm cannot take, a job of this run that is queued or running, a run of this name (or
             nothing to resume) on the other side of ssh, or sbatch's own refusal.
     """
-    cluster = check_fits(job)
+    cluster = check_names(job)
     if job.dryrun:
         script = _write_script(job, cluster)
         log.info("slurm: would submit %s:\n%s", script, script.read_text())
@@ -60,7 +60,7 @@ def submit(job: Job) -> int:
 
 def check(job: Job) -> None:
     """Check that the cluster file allows the run, and that Slurm takes its names."""
-    workdir_on_nodes(check_fits(job))
+    workdir_on_nodes(check_names(job))
 
 
 def logs_folder(cluster: Cluster, job: Job) -> str:

@@ -62,7 +62,7 @@ def check_shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, s
     if environ.get("NCCL_SHM_DISABLE") == "1" or environ.get(BACKEND_KEY) == "gloo":
         return
     found = f"{shm.free / 2**20:,.1f} of {shm.total / 2**20:,.1f} MiB free in {machine_facts.SHM_FOLDER}"
-    do = "docker run --ipc=host (or --shm-size=8g), else --env nccl-no-shm; python launch.py doctor tells more"
+    do = "docker run --ipc=host (or --shm-size=8g), else --env +nccl-no-shm; python launch.py doctor tells more"
     if shm.problem:
         yield error(
             "NCCL cannot write its shared memory",

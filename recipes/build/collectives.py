@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # what changes on Gloo, and why: on GPU tensors Gloo has all_reduce and broadcast, but no reduce_scatter or all_gather
 _GLOO: tuple[tuple[str, object, str], ...] = (
-    ("trainer.strategy.process_group_backend", "gloo", "--env gloo"),
+    ("trainer.strategy.process_group_backend", "gloo", "--env +gloo"),
     ("optim.config.use_distributed_optimizer", False, "Gloo has no reduce_scatter of GPU tensors"),
     ("trainer.strategy.ddp.use_distributed_optimizer", False, "as optim.config.use_distributed_optimizer"),
     ("trainer.strategy.ddp.overlap_param_gather", False, "there are no sharded parameters to gather"),
@@ -54,5 +54,5 @@ def check(recipe: run.Partial) -> None:
                 "Gloo cannot carry this recipe on GPUs",
                 expected=f"{path}=False with process_group_backend=gloo",
                 found=f"{path}={value}",
-                do="--env gloo, which changes what must change, or leave trainer.strategy.process_group_backend alone",
+                do="--env +gloo, which changes what must change, or leave trainer.strategy.process_group_backend alone",
             )

@@ -82,4 +82,4 @@ def test_continues_the_run_of_one_gpu(layout: str, single_gpu: tuple[Path, dict[
 def test_gloo_from_scratch(single_gpu: tuple[Path, dict[int, Row]]) -> None:
     """Without the distributed optimizer, whose checkpoint has another form: from the first step on."""
     folder, expected = single_gpu
-    assert_same_training(run(folder, "gloo", "--env", "dual+gloo"), expected, 1)
+    assert_same_training(run(folder, "gloo", "--env", "+gloo"), expected, 1)

@@ -26,7 +26,7 @@ def test_examples_load(path: Path) -> None:
 
 
 def test_there_is_an_example_for_each_executor() -> None:
-    assert {path.stem for path in EXAMPLES} == {"slurm", "slurm-container", "docker", "k8s"}
+    assert {path.stem for path in EXAMPLES} == {"slurm", "slurm-container", "docker", "k8s", "mpirun"}
 
 
 def test_values_arrive() -> None:
@@ -59,6 +59,9 @@ def test_values_arrive() -> None:
         ("tunnel: {kind: ssh, host: h, user: u}\n", "the file", "give workdir"),
         ("tunnel: {kind: ssh, host: '-oProxyCommand=x', user: u}\nworkdir: /w\n", "line 1", "cannot be used safely"),
         ("mounts: ['/a:/b']\n", "the file", "give an image"),
+        ("mpirun: {hosts: [a], hostfile: b}\n", "line 1", "leave one out"),
+        ("mpirun: {hosts: ['a[1-2']}\n", "line 1", "cannot be used safely"),
+        ("collectives: nccl2\n", "line 1", "'vccl-ft'"),
         ("- a\n", "is not a cluster", "list"),
         ("a: [\n", "is not YAML", "line 2"),
         ("", "is not a cluster", "NoneType"),
@@ -70,6 +73,13 @@ def test_refused(tmp_path: Path, text: str, line: str, words: str) -> None:
     said = str(refused.value)
     assert line in said and words in said, said
     assert "do this" in said
+
+
+def test_hosts_by_name_and_by_number(tmp_path: Path) -> None:
+    cluster = _load(tmp_path, "mpirun: {hosts: [head, 'gpu[08-11].lan']}\ncollectives: vccl-ft\n")
+    assert cluster.mpirun.host_names == ["head", "gpu08.lan", "gpu09.lan", "gpu10.lan", "gpu11.lan"]
+    assert cluster.mpirun.has_hosts and not Cluster().mpirun.has_hosts
+    assert cluster.env_layers == ("vccl-ft",)
 
 
 def test_missing_file(tmp_path: Path) -> None:

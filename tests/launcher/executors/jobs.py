@@ -24,4 +24,6 @@ def job(cluster: Cluster | None, name: str = "my-run", root: Path = Path("runs")
         "rank_command": ("python", "-m", "launcher.rank_main", str(folder.path)),
         "resume_command": f"python launch.py --recipe qwen25_tiny --name {name} --resume",
     }
-    return Job(**{**given, **changes})
+    given |= changes
+    given["env"] = {**given["env"], **(cluster.env if cluster else {})}  # as the launcher merges them
+    return Job(**given)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.common.environment import nccl_stub
 from tests.launcher.executors import blended
 
 pytestmark = [pytest.mark.nemo, pytest.mark.daemons]
@@ -127,6 +128,26 @@ def _command(checkout: Path, image: str, sample: Path, *words: str) -> list[str]
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="SKIPPED FOR LACK OF gcc: no VCCL library is built")
+def test_vccl_that_only_the_container_has(
+    dockerd: dict[str, str], image: str, checkout: Path, sample: Path, tmp_path: Path
+) -> None:
+    """The cluster file names a path in the container; on this machine it does not exist."""
+    nccl_stub.build(tmp_path)
+    words = ("--name", "vccl", "--devices", "2", "trainer.max_steps=2")
+    command = _command(checkout, image, sample, *words)
+    file = json.loads((checkout / "cluster.yaml").read_text())
+    file["mounts"].append(f"{tmp_path}:/opt/in-the-image/lib:ro")
+    file |= {"collectives": "vccl", "env": {"VCCL_LIBRARY": "/opt/in-the-image/lib", "NCCL_IB_HCA": "mlx5_9:1"}}
+    (checkout / "cluster.yaml").write_text(json.dumps(file))
+    done = subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        log = (checkout / f"runs/vccl/logs/attempt-1/rank-{rank}.log").read_text()
+        assert "VCCL: /opt/in-the-image/lib/libnccl.so.2 (NCCL 2.26.6) is loaded" in log
+    assert "-e NCCL_IB_HCA=mlx5_9:1" in (checkout / "runs/vccl/docker/command.txt").read_text()
 
 
 def test_two_ranks_train_in_the_image(dockerd: dict[str, str], image: str, checkout: Path, sample: Path) -> None:

@@ -18,7 +18,7 @@ from common.errors import UserError
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors.docker import container_script, docker_run_command
 from launcher.executors.k8s_manifest import manifest
-from launcher.executors.on_cluster import check_fits, rank_environment, workdir_on_nodes
+from launcher.executors.on_cluster import check_names, rank_environment, workdir_on_nodes
 from launcher.executors.slurm_render import render
 from launcher.load_cluster import load_cluster
 from tests.launcher.executors.jobs import job
@@ -152,7 +152,7 @@ def test_hostile_files(stubs: Path, tmp_path: Path, rows: dict[str, Any], name: 
         COUNTED["refused"] += 1
         return
     try:
-        check_fits(job(cluster, name, devices=1))
+        check_names(job(cluster, name, devices=1))
     except UserError:
         COUNTED["refused"] += 1
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests import fork_server
+from tests.common.environment import nccl_stub
 from tests.launcher.executors import blended
 from tests.launcher.executors.conftest import Slurm
 
@@ -132,6 +135,32 @@ def test_the_tier_is_added_and_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sa
     assert done.returncode == 2
     assert "env: dev is added (the cluster file's)" in done.stderr and "NCCL_DEBUG=" in done.stderr
     assert "Slurm refused the job" in done.stderr and "invalid partition" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="SKIPPED FOR LACK OF gcc: no VCCL library is built")
+def test_vccl_of_the_cluster_file_is_loaded_on_the_nodes(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
+    """The launcher never looks at the library; each rank checks it and starts again with it, or says what is wrong."""
+    slurm = dataclasses.replace(slurm, env={**fork_server.real_start(), "SLURM_CONF": slurm.env["SLURM_CONF"]})
+    for folder in ("vccl", "plain"):
+        (tmp_path / folder).mkdir()
+    library = nccl_stub.build(tmp_path / "vccl")
+    nccl_stub.build(tmp_path / "plain", own=False)
+    lines = {"VCCL_LIBRARY": str(tmp_path / "vccl"), "NCCL_IB_HCA": "mlx5_9:1", "OMP_NUM_THREADS": "1"}
+    cluster = f"partition: low\nnodes: 2\ncollectives: vccl-ft\nenv: {json.dumps(lines)}\n"
+    words = ("--nodes", "2", "trainer.max_steps=2")
+    done = _launch(slurm, tmp_path, _command(tmp_path, sample, "--name", "vccl", *words, cluster=cluster))
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        log = (tmp_path / f"runs/vccl/logs/attempt-1/rank-{rank}.log").read_text()
+        assert f"VCCL: {library} (NCCL 2.26.6) is loaded" in log
+    rows = {row["key"]: row for row in json.loads((tmp_path / "runs/vccl/env.json").read_text())}
+    assert rows["NCCL_IB_HCA"]["value"] == "mlx5_9:1" and rows["NCCL_IB_HCA"]["source"] == "cluster file"
+    script = (tmp_path / "runs/vccl/slurm/vccl.sbatch").read_text()
+    assert "export NCCL_ENABLE_FAULT_TOLERANCE=1" in script and "LD_PRELOAD" not in script
+    plain = cluster.replace(str(tmp_path / "vccl"), str(tmp_path / "plain"))
+    done = _launch(slurm, tmp_path, _command(tmp_path, sample, "--name", "plain", *words, cluster=plain))
+    assert done.returncode == 2, done.stderr
+    assert "failed first" in done.stderr and "this is plain NCCL, not VCCL" in done.stderr
 
 
 def test_stock_container_flags_are_rejected_by_this_slurm(slurm: Slurm) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from launcher.executors.on_cluster import check_fits
+from launcher.executors.on_cluster import check_size
 from launcher.executors.slurm_render import render
 from launcher.load_cluster import load_cluster
 from tests.launcher.executors.jobs import job
@@ -59,7 +59,10 @@ def test_stock_nemo_run_asks_for_pyxis_and_quotes_nothing() -> None:
 
 def test_too_large_a_run_is_refused() -> None:
     cluster = load_cluster(ROOT / "docs" / "clusters" / "slurm.yaml")
+    check_size(cluster, 2, 8, "slurm")
     with pytest.raises(UserError, match="more nodes than"):
-        check_fits(job(cluster, num_nodes=3))
-    with pytest.raises(UserError, match="more devices_per_node than"):
-        check_fits(job(cluster, devices=9))
+        check_size(cluster, 3, 1, "slurm")
+    check_size(cluster, 3, 1, "mpirun")  # whose list of hosts is counted
+    for executor in ("slurm", "docker", "mpirun", "local", "k8s"):
+        with pytest.raises(UserError, match="more devices_per_node than"):
+            check_size(cluster, 1, 9, executor)

@@ -1,4 +1,4 @@
-"""`--env gloo` reaches the recipe; Gloo with the distributed optimizer on GPUs is refused."""
+"""`--env +gloo` reaches the recipe; Gloo with the distributed optimizer on GPUs is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_gloo_by_hand_is_refused_with_what_it_cannot_carry(path: str) -> None:
     collectives.adapt(recipe, dataclasses.replace(plan, process_group_backend="gloo"))
     collectives.check(recipe)
     overrides.apply_to_recipe(recipe, overrides.parse([f"{path}=True"]))
-    with pytest.raises(UserError, match="--env gloo") as refused:
+    with pytest.raises(UserError, match=r"--env \+gloo") as refused:
         collectives.check(recipe)
     assert f"{path}=True" in refused.value.explain()
 
