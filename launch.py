@@ -260,12 +260,24 @@ def doctor(
     every: Annotated[
         bool, typer.Option("--every", help="Try all ways, not only down to the first that works.")
     ] = False,
+    env: Annotated[Optional[str], typer.Option(metavar="SETS", help="Test exactly this environment set.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
+    cluster: Annotated[
+        Optional[Path], typer.Option(metavar="FILE", help="Check every node of a cluster, and their links.")
+    ] = None,
+    executor: Annotated[
+        Optional[str], typer.Option(metavar="WHERE", help="With --cluster; default: the one that the file describes.")
+    ] = None,
+    nodes: Annotated[Optional[int], typer.Option(metavar="N", help="With --cluster; default: all.")] = None,
 ) -> None:
     """Check this machine, and how its ranks can communicate (under a minute)."""
+    if cluster is not None:
+        from doctor.nodes import run_on_nodes
+
+        raise typer.Exit(run_on_nodes(cluster, executor, nodes, devices, env))
     from doctor.doctor import run_doctor
 
-    raise typer.Exit(run_doctor(devices, write, every=every, as_json=json))
+    raise typer.Exit(run_doctor(devices, write, env, every=every, as_json=json))
 
 
 @app.command(name="env", rich_help_panel=MACHINE)

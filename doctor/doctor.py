@@ -12,27 +12,33 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from common import logs, machine_facts
+from common.environment.merge import resolve_environment, restart_with_preloads
 from common.errors import EXIT_PREFLIGHT, UserError
 from doctor.checks import Check, run_checks
+from doctor.network import check_network
+from doctor.tables import checks_table, steps_table, transports_table
 from doctor.transport_check import check_transports
-from doctor.transports import Transport, TransportResult, list_transports
+from doctor.transports import RankLayout, Transport, TransportResult, list_transports, transport_of_set
 
 BUDGET_S = 55.0  # for everything; the transports get what the checks leave
-_COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 def run_doctor(
-    devices: int | None = None, write: Path | None = None, *, every: bool = False, as_json: bool = False
+    devices: int | None = None,
+    write: Path | None = None,
+    env: str | None = None,
+    *,
+    every: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Check the machine, test the transports, and print what to do.
 
     Args:
         devices: number of ranks a run is to have; None takes all visible GPUs, or two CPU ranks.
         write: file to write the smallest environment that works to.
+        env: an environment set: its transport, and no other, is tested.
         every: also test the transports after the first that works.
         as_json: print one JSON object on standard output; the tables go to standard error.
 
@@ -40,31 +46,44 @@ def run_doctor(
         0, or 3 if a check or the best transport failed.
 
     Raises:
-        UserError: `devices` is not positive, or `write` cannot be written.
+        UserError: `devices` is not positive, there is no such set, or `write` cannot be written.
     """
     if devices is not None and devices < 1:
         raise UserError("--devices must be positive", expected="1 or more", found=str(devices), do="--devices 2")
     logs.silence_child_processes()
     logging.captureWarnings(True)
     start, console = time.monotonic(), Console(stderr=as_json)
-    checks = list(run_checks(devices))
-    console.print(_checks_table(checks))
+    checks = [*run_checks(devices), *check_network()]
+    console.print(checks_table(checks))
     gpus = len(machine_facts.query_gpus().visible)
     ranks = devices or (gpus or 2)
-    transports = list_transports(gpus, min(ranks, gpus) if gpus else ranks)
+    ranks = min(ranks, gpus) if gpus else ranks
+    transports = [_from_set(env, gpus, ranks)] if env else list_transports(gpus, ranks)
     results = _test_transports(transports, BUDGET_S - (time.monotonic() - start), every)
-    console.print(_transports_table(results))
+    console.print(transports_table(results))
     best = next((result for result in results if not result.failed), None)
+    console.print(steps_table(best or results[-1]))
     for line in _advise(checks, results, best):
         console.print(line, markup=False, highlight=False)
-    console.print(f"{time.monotonic() - start:.1f} s", highlight=False)
+    mode = best.transport.mode if best else "none"
+    console.print(f"mode: {mode} ({time.monotonic() - start:.1f} s)", highlight=False)
     if as_json:
-        print(json.dumps({"checks": [asdict(c) for c in checks], "transports": [asdict(r) for r in results]}))
+        found = {"checks": [asdict(c) for c in checks], "transports": [asdict(r) for r in results]}
+        print(json.dumps({**found, "mode": mode}))
     if write is not None and best is not None:
         _write_env(write, best, results)
         console.print(f"wrote {write}: --env +{_env_option(write)}, or `source {write}`", markup=False, highlight=False)
     failed = any(check.level == "error" for check in checks) or best is None or best is not results[0]
     return EXIT_PREFLIGHT if failed else 0
+
+
+def _from_set(name: str, gpus: int, ranks: int) -> Transport:
+    """The transport of an environment set; starts this command again if the set loads a library before all others."""
+    settings = resolve_environment(
+        name.removeprefix("+"), os.environ, RankLayout(ranks, accelerator="gpu" if gpus else "cpu")
+    )
+    restart_with_preloads(settings, os.environ)
+    return transport_of_set(name, settings, gpus, ranks)
 
 
 def _test_transports(transports: list[Transport], budget_s: float, every: bool) -> list[TransportResult]:
@@ -77,25 +96,6 @@ def _test_transports(transports: list[Transport], budget_s: float, every: bool) 
     return results
 
 
-def _checks_table(checks: list[Check]) -> Table:
-    table = Table("check", "", "found", "do", title="this machine")
-    for check in checks:
-        colour = _COLOURS[check.level]
-        table.add_row(check.name, f"[{colour}]{check.level}[/]", escape(check.found), escape(check.do))
-    return table
-
-
-def _transports_table(results: list[TransportResult]) -> Table:
-    table = Table("transport", "", "all-reduce", "0.5B gradients", "why not")
-    table.title = "how ranks can communicate, best first"
-    for result in results:
-        state = f"[red]fails: {result.failed}[/]" if result.failed else "[green]works[/]"
-        rate = "".join(f"{value:.2f} GB/s" for value in [*result.bandwidth.values()][-1:])
-        seconds = "" if result.gradient_seconds is None else f"{result.gradient_seconds:.3f} s"
-        table.add_row(result.transport.name, state, rate, seconds, escape(result.why))
-    return table
-
-
 def _advise(checks: list[Check], results: list[TransportResult], best: TransportResult | None) -> list[str]:
     """What to do now, in one to three lines."""
     failed = sum(check.level == "error" for check in checks)
@@ -103,6 +103,8 @@ def _advise(checks: list[Check], results: list[TransportResult], best: Transport
     if best is None:
         return [*lines, "No transport works here: follow the column `do` above, then run this again."]
     transport = best.transport
+    if best is results[0] and transport.env_set:
+        return [*lines, f"{transport.name} works, as it is written."]
     if best is results[0]:
         return [*lines, f"The ranks communicate with {transport.name} as it is: no variable needs to be set for that."]
     variables = " ".join(f"{key}={value}" for key, (value, _) in transport.env.items())

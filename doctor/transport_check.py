@@ -113,16 +113,19 @@ def _read_result(transport: Transport, folder: Path, wall_s: float, limit_s: flo
     records = [_read_records(folder / f"rank-{rank}.jsonl") for rank in range(transport.world_size)]
     logs = [_read_text(folder / f"rank-{rank}.log") for rank in range(transport.world_size)]
     found = {row["step"]: row["found"] for row in records[0] if "found" in row}
+    steps = {row["step"]: row["seconds"] for row in records[0] if "seconds" in row}
     for rank, rows in enumerate(records):
         if rows and "error" in rows[-1]:
             why = _summarize_error(logs[rank], rows[-1]["error"])
-            return TransportResult(transport, rows[-1]["step"], why, found, wall_s=wall_s)
+            return TransportResult(transport, rows[-1]["step"], why, found, step_seconds=steps, wall_s=wall_s)
     if unfinished := [rank for rank, rows in enumerate(records) if len(rows) < len(STEPS)]:
         rank, step = unfinished[0], STEPS[len(records[unfinished[0]])]
         error = f"rank {rank} did not answer within {limit_s:.0f} s" if wall_s >= limit_s else "a rank was killed"
-        return TransportResult(transport, step, _summarize_error(logs[rank], error), found, wall_s=wall_s)
+        return TransportResult(
+            transport, step, _summarize_error(logs[rank], error), found, step_seconds=steps, wall_s=wall_s
+        )
     seconds = {int(size): value for size, value in found["bandwidth"].items()}
-    return TransportResult(transport, "", "", found, seconds, wall_s)
+    return TransportResult(transport, "", "", found, seconds, steps, wall_s)
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:

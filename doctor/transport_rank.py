@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
+from common.environment import vccl
 from doctor.transports import STEPS, RankTask
 
 
@@ -73,7 +74,7 @@ class _RankTest:
         if self._task.backend != "nccl":
             return self._task.backend
         version = torch.cuda.nccl.version()
-        return f"nccl {'.'.join(map(str, version))}"
+        return f"nccl {'.'.join(map(str, version))}, {vccl.describe_loaded()}"
 
     def _create_store(self) -> Store:
         """The store through which the ranks find each other: rank 0 listens on a free port of the system's choice."""

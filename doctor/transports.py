@@ -9,14 +9,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from common.environment.merge import Setting
 from common.environment.sets import BACKEND_KEY
+from common.environment.vccl import LIBRARY_KEY as VCCL_KEY
 from recipes.qwen25 import QWEN25_500M
 
 GRADIENT_BYTES = 4 * QWEN25_500M.num_parameters  # of Qwen2.5-0.5B in fp32, which data parallelism reduces each step
 STEPS = ("device", "init", "all_reduce", "model", "bandwidth")  # of one rank's test, in order
 
+_WITHOUT = {"NCCL_P2P_DISABLE": "no-p2p", "NCCL_SHM_DISABLE": "no-shm", "NCCL_SOCKET_IFNAME": "loopback"}
+
 Backend = Literal["nccl", "gloo"]
 Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Data-parallel ranks, for which an environment set is resolved (common/environment/merge.py)."""
+
+    devices: int
+    num_nodes: int = 1
+    accelerator: str = "gpu"
+    tensor_parallel: int = 1
+    context_parallel: int = 1
+
+    @property
+    def data_parallel(self) -> int:
+        return self.devices * self.num_nodes
 
 
 @dataclass(frozen=True)
@@ -34,6 +53,15 @@ class Transport:
     world_size: int
     env: dict[str, tuple[str, str]] = field(default_factory=dict)
     env_set: str = ""
+
+    @property
+    def mode(self) -> str:
+        """The way to communicate in one word: single, gloo, nccl, vccl, or nccl with what it does without."""
+        if self.world_size == 1:
+            return "single"
+        without = [word for key, word in _WITHOUT.items() if self.env.get(key, ("0", ""))[0] not in ("0", "")]
+        library = "vccl" if VCCL_KEY in self.env else "nccl"
+        return "-".join([library, *without]) if self.backend == "nccl" else "gloo"
 
 
 @dataclass(frozen=True)
@@ -65,6 +93,7 @@ class TransportResult:
         why: what the library said about the failure.
         found: step -> what rank 0 reported.
         seconds: bytes of a tensor -> seconds of its all-reduce.
+        step_seconds: step -> seconds it took rank 0.
         wall_s: seconds that the test took.
     """
 
@@ -73,6 +102,7 @@ class TransportResult:
     why: str = ""
     found: dict[str, Any] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
     wall_s: float = 0.0
 
     @property
@@ -131,3 +161,10 @@ def list_transports(gpus: int, ranks: int) -> list[Transport]:
         Transport("Gloo", "gloo", "cuda", ranks, _GLOO, "gloo"),
         Transport("one GPU", "nccl", "cuda", 1),
     ]
+
+
+def transport_of_set(name: str, settings: list[Setting], gpus: int, ranks: int) -> Transport:
+    """The one transport that an environment set asks for: its variables, and Gloo or NCCL as it says."""
+    env = {setting.key: (setting.value, setting.reason) for setting in settings}
+    gloo = gpus == 0 or env.get(BACKEND_KEY, ("nccl", ""))[0] == "gloo"
+    return Transport(f"--env {name}", "gloo" if gloo else "nccl", "cuda" if gpus else "cpu", ranks, env, name)

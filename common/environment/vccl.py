@@ -244,8 +244,24 @@ def check_mapped(asked: str) -> Library | None:
 
 def other_nccl_in_memory(library: str) -> str | None:
     """None if this process has loaded `library`; otherwise the path of the NCCL that it has loaded, or `none`."""
-    mapped = {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    mapped = _mapped_files()
     if os.path.realpath(library) in mapped:
         return None
-    found = sorted(path for path in mapped if re.search(r"/lib(?:nccl|vccl)\.so[^/]*$", path))
+    found = _libraries(mapped)
     return found[0] if found else "none"
+
+
+def describe_loaded() -> str:
+    """The collectives library that this process has loaded: its path, and whether it is VCCL."""
+    found = _libraries(_mapped_files())
+    if not found:
+        return "built into torch"
+    return f"{'VCCL' if _VCCL_VARIABLE in Path(found[0]).read_bytes() else 'NCCL'} in {found[0]}"
+
+
+def _mapped_files() -> set[str]:
+    return {line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+
+
+def _libraries(files: Iterable[str]) -> list[str]:
+    return sorted(path for path in files if re.search(r"/lib(?:nccl|vccl)\.so[^/]*$", path))

@@ -87,7 +87,10 @@ def _command(job: Job, program: str, hostfile: str | None) -> list[str]:
 
 def _exported_names(job: Job) -> list[str]:
     """Names of the variables that mpirun exports to the ranks of all hosts."""
-    return sorted({*job.env, processes.LAUNCHER_PROCESS, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"})
+    names = {*job.env, "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "PYTHONPATH"}
+    if not job.dryrun:  # the ranks of a command that is typed by hand wait for no launcher
+        names.add(processes.LAUNCHER_PROCESS)
+    return sorted(names)
 
 
 def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:

@@ -51,6 +51,17 @@ def test_a_machine_in_order(tmp_path: Path) -> None:
     assert parse_layers(str(tmp_path / "way.env"))[1][1] == {}
 
 
+def test_exactly_the_set_that_is_asked_for(tmp_path: Path) -> None:
+    """A set's variables reach the ranks: one that breaks Gloo breaks the test; no other transport is tried."""
+    code, checks, transports = _doctor(f"{DOCTOR} --env cpu", cwd=tmp_path)
+    assert code == 0 and [t["transport"]["name"] for t in transports] == ["--env cpu"]
+    assert set(transports[0]["step_seconds"]) == set(STEPS)
+    assert any(name.startswith("network ") for name in checks)
+    (tmp_path / "bad.env").write_text("GLOO_SOCKET_IFNAME=nosuch0\n")
+    code, _, transports = _doctor(f"{DOCTOR} --env +./bad.env", cwd=tmp_path)
+    assert code == 3 and len(transports) == 1 and transports[0]["failed"] == "init"
+
+
 @namespaces
 @pytest.mark.parametrize(("options", "words"), [("size=64k", "0.1 MiB free"), ("ro", "Read-only")])
 def test_broken_shared_memory(options: str, words: str, tmp_path: Path) -> None:

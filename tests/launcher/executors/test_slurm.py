@@ -163,6 +163,17 @@ def test_vccl_of_the_cluster_file_is_loaded_on_the_nodes(slurm: Slurm, sample: P
     assert "failed first" in done.stderr and "this is plain NCCL, not VCCL" in done.stderr
 
 
+def test_doctor_shows_every_node(slurm: Slurm, tmp_path: Path) -> None:
+    """`doctor --cluster` runs on both nodes: a row for each, the slowest link, one word."""
+    (tmp_path / "c.yaml").write_text(CLUSTER.replace("devices_per_node: 2", "devices_per_node: 1"))
+    command = [sys.executable, str(ROOT / "launch.py"), "doctor", "--cluster", "c.yaml", "--env", "cpu"]
+    done = _launch(slurm, tmp_path, command)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stderr.splitlines() if re.match(r"│ [01] ", line)]
+    assert len(rows) == 2 and all("GB/s" in row for row in rows), done.stderr
+    assert re.search(r"slowest link: \S+ -> \S+, \d+\.\d\d GB/s", done.stderr) and "mode: gloo" in done.stderr
+
+
 def test_stock_container_flags_are_rejected_by_this_slurm(slurm: Slurm) -> None:
     """Why NeMo-Run's batch script is not used: plain Slurm knows no --container-mounts (pyxis does)."""
     done = subprocess.run(
