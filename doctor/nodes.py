@@ -74,7 +74,7 @@ def guess_executor(cluster: Cluster) -> str:
 def _settings(name: str, layout: RankLayout, site: Site, executor: str) -> list[Setting]:
     """The environment that a run with this set would have on the cluster."""
     found = [s for s in resolve_environment(name, os.environ, layout, site) if not s.only_if]
-    return found + shell_settings(os.environ, found, same_files=executor == "mpirun")
+    return found + shell_settings(os.environ, found, same_files=executor == "mpirun", same_machine=False)
 
 
 def _write_job(file: Path, cluster: Cluster, executor: str, layout: RankLayout, settings: list[Setting]) -> Job:

@@ -220,7 +220,8 @@ def _set_environment(resolved: Resolved, cluster: Cluster | None) -> list[Settin
     name = with_layers(complete_name(spec.env, plan.environment_set), cluster)
     site = Site(cluster.env if cluster else {}, spec.cluster or "", elsewhere=spec.elsewhere)
     settings = apply_environment(name, os.environ, plan, site)
-    settings += shell_settings(before, settings, same_files=executor_table.shares_files(spec.executor, cluster))
+    same_files = executor_table.shares_files(spec.executor, cluster)
+    settings += shell_settings(before, settings, same_files=same_files, same_machine=not spec.elsewhere)
     if spec.executor == "direct" and not spec.dryrun:
         restart_with_preloads(settings, before)
     return settings

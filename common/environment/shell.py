@@ -25,14 +25,17 @@ def shaping_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {key: environ[key] for key in sorted(environ) if key.startswith(_PREFIXES) and not _NOT.fullmatch(key)}
 
 
-def shell_settings(environ: Mapping[str, str], settings: Iterable[Setting], *, same_files: bool) -> list[Setting]:
+def shell_settings(
+    environ: Mapping[str, str], settings: Iterable[Setting], *, same_files: bool, same_machine: bool = True
+) -> list[Setting]:
     """What the user's shell sets beyond `settings`, as settings of their own.
 
     Args:
         environ: the shell's environment, before the environment set was applied.
         same_files: a path means the same file to the ranks; if not, variables that hold paths are left out.
+        same_machine: the ranks run on this machine; if not, the numbers of its GPUs are left out.
     """
-    known = {setting.key for setting in settings}
+    known = {setting.key for setting in settings} | (set() if same_machine else {"CUDA_VISIBLE_DEVICES"})
     return [
         Setting(key, value, USER, explain(key).text)
         for key, value in shaping_variables(environ).items()

@@ -37,10 +37,16 @@ def _settings(executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "c.yaml").write_text(FILE)
     for key in [key for key in os.environ if key.startswith(("NCCL_", "HF_", "WANDB_", "UCX_", "TORCH"))]:
         monkeypatch.delenv(key)
-    for key, value in {"NCCL_DEBUG": "INFO", "UCX_TLS": "tcp", "HF_HOME": "/mine", "WANDB_API_KEY": "secret"}.items():
+    for key, value in {
+        "NCCL_DEBUG": "INFO",
+        "UCX_TLS": "tcp",
+        "HF_HOME": "/mine",
+        "WANDB_API_KEY": "secret",
+        "CUDA_VISIBLE_DEVICES": "3",
+    }.items():
         monkeypatch.setenv(key, value)
     cluster = load_cluster(tmp_path / "c.yaml")
-    spec = RunSpec(recipe="qwen25_tiny", executor=executor, cluster=str(tmp_path / "c.yaml"))
+    spec = RunSpec(recipe="qwen25_tiny", env="nccl-no-shm", executor=executor, cluster=str(tmp_path / "c.yaml"))
     elsewhere = not executor_table.trains_here(executor, cluster)
     before = dict(os.environ)
     try:
@@ -83,6 +89,7 @@ def test_it_reaches_the_ranks(executor: str, tmp_path: Path, monkeypatch: pytest
     assert found["UCX_TLS"] == ("tcp", "user")
     assert ("HF_HOME" in found) == executor_table.shares_files(executor, cluster)
     assert "WANDB_API_KEY" not in found
+    assert ("CUDA_VISIBLE_DEVICES" in found) == executor_table.trains_here(executor, cluster)  # this machine's number
     ranks = _handed_over(executor, cluster, {s.key: s.value for s in settings}, tmp_path)
     assert ranks["NCCL_IB_HCA"].strip("'") == "mlx5_0:1" and ranks["NCCL_DEBUG"] == "WARN" and ranks["UCX_TLS"] == "tcp"
 
@@ -93,8 +100,8 @@ def test_env_json_holds_all_with_their_origins(tmp_path: Path, monkeypatch: pyte
     run.path.mkdir()
     run.write(RunSpec(recipe="qwen25_tiny"), "", settings, [])
     rows = {row["key"]: row for row in json.loads(run.env.read_text())}
-    origins = {rows[key]["source"] for key in ("NCCL_IB_HCA", "UCX_TLS", "WANDB_MODE", "TORCHDYNAMO_DISABLE")}
-    assert origins == {"cluster file", "user", "base", "cpu"}
+    origins = {rows[key]["source"] for key in ("NCCL_IB_HCA", "UCX_TLS", "WANDB_MODE", "NCCL_SHM_DISABLE")}
+    assert origins == {"cluster file", "user", "base", "nccl-no-shm"}
     assert "overrules 'INFO' of your shell" in rows["NCCL_DEBUG"]["reason"]
 
 
