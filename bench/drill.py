@@ -180,6 +180,7 @@ def run_drill(folder: Path, options: argparse.Namespace) -> bool:
     )
     words = [f"trainer.max_steps={options.steps}", "trainer.log_every_n_steps=1", "trainer.val_check_interval=100"]
     words += [f"log.ckpt.every_n_train_steps={SAVE_EVERY}", "log.ckpt.keep_last=3", f"--devices={options.ranks}"]
+    words += ["data.num_workers=1"]  # so that there is a data worker to kill
     undisturbed = DrilledRun(folder, corpus, "undisturbed", words)
     undisturbed.start()
     assert undisturbed.launcher is not None

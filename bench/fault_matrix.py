@@ -146,7 +146,7 @@ def main() -> int:
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     words = [f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", f"--devices={options.ranks}"]
     words += [f"trainer.val_check_interval={VALIDATE_EVERY}", f"log.ckpt.every_n_train_steps={SAVE_EVERY}"]
-    words += options.overrides
+    words += ["data.num_workers=1", *options.overrides]
     undisturbed = DrilledRun(folder, folder / "corpora" / "prose", "undisturbed", words, options.recipe)
     if on_cpu:
         undisturbed.start()
@@ -157,8 +157,8 @@ def main() -> int:
     for target in options.targets.split(",") if options.targets else every:
         for phase in options.phases.split(","):
             for name in options.signals.split(","):
-                if target == "writer" and phase not in ("save", "end"):
-                    continue
+                if (target, phase) == ("worker", "start") or (target == "writer" and phase not in ("save", "end")):
+                    continue  # there is no such process yet
                 run = DrilledRun(folder, undisturbed.corpus, f"{target}-{phase}-{name}", words, options.recipe)
                 row, went_well = run_case(run, target, phase, name, options.stop_s)
                 equal = on_cpu and run.weights() == undisturbed.weights() and run.losses() == undisturbed.losses()
