@@ -306,6 +306,8 @@ def env_(
         name, site = load_site(name, cluster, elsewhere=not export)  # lines for a shell are for this machine
     if export:
         print(show.export_shell(name or "base", os.environ, site))
+        if explain:  # apart from the lines for a shell
+            Console(stderr=True).print(show.settings_table(name or "base", os.environ, site))
     elif name and show.is_variable(name):
         Console().print(show.variable_table(name, os.environ))
     else:

@@ -202,6 +202,14 @@ def test_other_commands_refuse_before_they_import(
     assert "huggingface-cli" not in text and "Warning" not in text
 
 
+def test_a_set_can_be_exported_and_explained(capfd: pytest.CaptureFixture[str]) -> None:
+    """The lines for a shell on standard output, the table on standard error."""
+    assert command_line._run(["env", "dual", "--export", "--explain"]) == 0
+    shown = capfd.readouterr()
+    assert all(line.startswith(("export ", "# export ")) for line in shown.out.splitlines())
+    assert "verdict" in shown.err and "--env dual" in shown.err
+
+
 @pytest.mark.parametrize("command", ["", "train", "resume", "data", "data prepare", "convert", "convert verify", "env"])
 def test_help_is_complete(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     """-h everywhere, and no summary that is cut off."""
