@@ -271,9 +271,11 @@ def doctor(
     nodes: Annotated[Optional[int], typer.Option(metavar="N", help="With --cluster; default: all.")] = None,
 ) -> None:
     """Check this machine, and how its ranks can communicate (under a minute)."""
-    if cluster is not None:
-        from doctor.nodes import run_on_nodes
+    from doctor.nodes import check_options, run_on_nodes
 
+    here = {"--write": write, "--every": every, "--json": json}
+    check_options(cluster, with_cluster={"--executor": executor, "--nodes": nodes}, without=here)
+    if cluster is not None:
         raise typer.Exit(run_on_nodes(cluster, executor, nodes, devices, env))
     from doctor.doctor import run_doctor
 

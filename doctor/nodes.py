@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from common import logs
 from common.commands import launch_command
 from common.environment.merge import Setting, Site, complete_name, resolve_environment
 from common.environment.shell import shell_settings
+from common.errors import UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
 from doctor.transports import RankLayout
@@ -60,6 +62,26 @@ def run_on_nodes(
     executors.check(executor, job)
     log.info("doctor: %d node(s) x %d rank(s) of %s through %s", layout.num_nodes, layout.devices, file, executor)
     return executors.resolve(executor)(job)
+
+
+def check_options(cluster: Path | None, *, with_cluster: Mapping[str, object], without: Mapping[str, object]) -> None:
+    """Check that no option is given that would be ignored.
+
+    Args:
+        with_cluster: options that only `doctor --cluster` takes, with their values.
+        without: options that only a plain `doctor` takes, with their values.
+
+    Raises:
+        UserError: one is given.
+    """
+    ignored = [option for option, value in (with_cluster if cluster is None else without).items() if value]
+    if ignored:
+        raise UserError(
+            f"{', '.join(ignored)} {'needs --cluster FILE' if cluster is None else 'is for this machine only'}",
+            expected=f"{', '.join(with_cluster)} with --cluster; {', '.join(without)} without",
+            found="no --cluster" if cluster is None else f"--cluster {cluster}",
+            do=f"leave {' and '.join(ignored)} out" + (", or add --cluster FILE" if cluster is None else ""),
+        )
 
 
 def guess_executor(cluster: Cluster) -> str:

@@ -12,9 +12,10 @@ import pytest
 
 from common import rank_states
 from common.environment.merge import Setting
+from common.errors import UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
-from doctor.nodes import guess_executor
+from doctor.nodes import check_options, guess_executor
 from launcher.cluster_file import Cluster
 from tests import fork_server
 from training.distributed.rank_env import find_free_port
@@ -72,6 +73,15 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
 )
 def test_the_executor_that_a_file_describes(file: dict[str, object], executor: str) -> None:
     assert guess_executor(Cluster.model_validate(file)) == executor
+
+
+def test_no_option_is_ignored() -> None:
+    check_options(None, with_cluster={"--nodes": None}, without={"--json": True})
+    check_options(Path("c.yaml"), with_cluster={"--nodes": 2}, without={"--json": False})
+    with pytest.raises(UserError, match="--nodes needs --cluster FILE"):
+        check_options(None, with_cluster={"--nodes": 2}, without={"--json": True})
+    with pytest.raises(UserError, match="--json is for this machine only"):
+        check_options(Path("c.yaml"), with_cluster={"--nodes": 2}, without={"--json": True})
 
 
 def test_more_nodes_than_the_file_allows(tmp_path: Path) -> None:
