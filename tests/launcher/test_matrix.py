@@ -33,7 +33,7 @@ def _refusal(recipe: str, executor: str) -> str:
     if executor == "docker" and plan.num_nodes > 1:
         return "docker starts one container"
     if executor == "mpirun" and plan.num_nodes > 1:
-        return "the hostfile does not hold"
+        return "the list of hosts does not hold"
     return ""
 
 
