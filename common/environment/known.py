@@ -1,7 +1,7 @@
 """What is known of every variable that guides for training name: since when, what it does, and what to think of it.
 
 Versions are NCCL's where the name begins with NCCL_, from "Environment Variables" of its user guide (2.30) at
-docs.nvidia.com; `never` was looked for in the sources of NCCL 2.30 and of VCCL's main branch.
+docs.nvidia.com; `never` was found neither on that page nor in the sources of VCCL's main branch.
 The sets say why they set a variable; this table is about the variable itself.
 """
 
