@@ -31,7 +31,7 @@ def _refusal(recipe: str, executor: str) -> str:
     if executor == "local" and plan.num_nodes > 1:
         return "local is one machine"
     if executor == "docker" and plan.num_nodes > 1:
-        return "docker starts one container"
+        return "the run takes more nodes than the cluster file"
     if executor == "mpirun" and plan.num_nodes > 1:
         return "the list of hosts does not hold"
     return ""
