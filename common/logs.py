@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+from common import lazy_imports
+
 CONSOLE_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 CONSOLE_TIME = "%m-%d %H:%M:%S"  # short: with it and the level, 77 of 100 columns are left for the message
 FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -96,19 +98,22 @@ def silence_child_processes() -> None:
 
 
 def load_nemo() -> None:
-    """Import NeMo, say what the wait is for, and keep NeMo's lines off the console.
+    """Import what a run needs of NeMo, say what the wait is for, and keep NeMo's lines off the console.
+
+    What NeMo imports and a run does not use is loaded on first use (common/lazy_imports.py).
 
     NeMo's logger prints to the console as soon as it exists, and shows Python's warnings as `[NeMo W ...]`. So its
     console handlers go before the rest of NeMo is imported. Its lines go to its own file in the run's log folder (it
     adds that file when a run starts), and warnings and Lightning's lines to this project's log files.
     """
     if "nemo.collections.llm" not in sys.modules:
-        log.info("loading NeMo (about 20 s)")
+        log.info("loading NeMo (about 10 s)")
+    lazy_imports.install()
     from nemo.utils import logging as nemo_logging
 
     nemo_logging.remove_stream_handlers()
     nemo_logging.captureWarnings(False)
-    import nemo.collections.llm  # noqa: F401
+    import nemo.collections.llm.gpt.model.qwen2  # noqa: F401
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):  # "LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0]"
         library = logging.getLogger(name)

@@ -118,7 +118,10 @@ def call_in_fork(function: Callable[..., Any], *args: Any, cwd: Path, **kwargs: 
 @pytest.fixture(scope="session")
 def nemo() -> None:
     """NeMo is imported in this process, so that its forks have it."""
-    import nemo.collections.llm  # noqa: F401
+    from common import logs
+
+    logs.load_nemo()
+    import nemo.collections.llm.api  # noqa: F401
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def _set_all_seeds(original: Callable[[int], None], seed: int) -> None:
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     """(owner, attribute, replacement) of every name to replace."""
-    import nemo.collections.llm  # noqa: F401 - it compiles functions on import, which must see the original names
+    import nemo.collections.llm.api  # noqa: F401 - it compiles functions on import, which must see the original names
     from megatron.core.tensor_parallel import random as mcore_random
     from nemo.lightning import megatron_init
     from nemo.lightning.io import pl as nemo_io

@@ -4,7 +4,7 @@ Run as `python tests/fork_server/server.py SOCKET`; it ends when its standard in
 other side: a Python process that starts with CPT_FORK_SERVER=SOCKET in its environment sends its command line,
 environment, folder, open files and namespaces here, and then only passes signals on and ends as the fork ends. The
 fork does everything that the process would have done after its imports, on those same files. Only third-party
-packages are imported here, so the code under test is read anew by every fork.
+packages stay imported here, so the code under test is read anew by every fork.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # what project code imports of the stack, directly or through NeMo
-PRELOAD = ("nemo.collections.llm", "nemo_run", "torch.distributed.run", "torch.distributed.checkpoint")
+PRELOAD = ("nemo.collections.llm.api", "nemo_run", "torch.distributed.run", "torch.distributed.checkpoint")
 _ABOVE = 600  # descriptors of the server itself, out of the way of those that a process hands over
 
 
@@ -176,9 +176,17 @@ def run(request: dict[str, Any]) -> None:
         runpy.run_path(what, run_name="__main__")
 
 
+def _import_lazily() -> None:
+    """What a run does not use is not imported here either (common/lazy_imports.py)."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    importlib.import_module("common.lazy_imports").install()
+    del sys.path[0], sys.modules["common.lazy_imports"], sys.modules["common"]
+
+
 def main(path: str) -> None:
     """Import, listen, and serve to the end; in a fork, go on as the process that asked."""
     low = [os.open(os.devnull, os.O_RDONLY) for _ in range(_ABOVE // 2)]  # files that packages keep open lie above
+    _import_lazily()
     for name in PRELOAD:
         importlib.import_module(name)
     for descriptor in low:
