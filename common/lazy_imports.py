@@ -14,7 +14,9 @@ not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_I
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -22,9 +24,9 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import _bootstrap  # type: ignore[attr-defined]  # its lock is the one that `import` takes
+from importlib import _bootstrap
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +39,8 @@ class Lazy:
 
     Args:
         why: who imports it, and why a run does not need it.
+        cpu_s: CPU seconds of its import in a plain `import nemo.collections.llm`, with what it is the first to import
+            (docs/measurements/start-up.md).
         passes_names_on: a package whose file only imports names. Its submodules are imported without it.
         found_in: name -> the module that defines it, for names that `from ... import *` brings into the package.
         calls: name -> `module:function`, for functions that others import by name and never call in a run. The name is
@@ -45,6 +49,7 @@ class Lazy:
     """
 
     why: str
+    cpu_s: float = 0.0
     passes_names_on: bool = False
     found_in: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, str] = field(default_factory=dict)
@@ -57,21 +62,24 @@ _QUANTIZATIONS = (  # what NeMo asks for when its quantization is imported
 )
 MODULES = {
     # NeMo's packages that import all of their modules
-    "nemo.collections.llm": Lazy("models, recipes, fine-tuning, T5 and BERT beside the one model trained", True),
-    "nemo.collections.llm.gpt.model": Lazy("twenty model families beside Qwen2", True),
-    "nemo.collections.llm.gpt.data": Lazy("fine-tuning datasets, which import Hugging Face datasets and pandas", True),
-    "nemo.collections.llm.recipes": Lazy("a hundred recipes, some with the NeMo 1 tokenizers", True),
-    "nemo.collections.nlp": Lazy("NeMo 1: a few of its helper functions are used, none of its models", True),
-    "nemo.collections.nlp.data": Lazy("as nemo.collections.nlp", True),
-    "nemo.collections.nlp.models": Lazy("as nemo.collections.nlp; imports nltk and NeMo's speech collection", True),
-    "nemo.collections.nlp.modules": Lazy("as nemo.collections.nlp", True),
-    "nemo.collections.nlp.modules.common": Lazy("as nemo.collections.nlp", True),
-    "nemo.collections.nlp.modules.common.megatron": Lazy("as nemo.collections.nlp", True),
+    "nemo.collections.llm": Lazy("models, recipes, fine-tuning, T5 and BERT beside the one model trained", 13.2, True),
+    "nemo.collections.llm.gpt.model": Lazy("twenty model families beside Qwen2", 1.5, True),
+    "nemo.collections.llm.gpt.data": Lazy("fine-tuning data, which imports Hugging Face datasets", 0.02, True),
+    "nemo.collections.llm.recipes": Lazy("a hundred recipes, some with NeMo 1's tokenizers", 0.1, True),
+    "nemo.collections.nlp": Lazy("NeMo 1: some of its functions are used, none of its models", 1.2, True),
+    "nemo.collections.nlp.data": Lazy("as nemo.collections.nlp", 0.2, True),
+    "nemo.collections.nlp.models": Lazy("as nemo.collections.nlp; imports nltk and NeMo's speech", 1.0, True),
+    "nemo.collections.nlp.modules": Lazy("as nemo.collections.nlp", 0.1, True),
+    "nemo.collections.nlp.modules.common": Lazy("as nemo.collections.nlp", 0.1, True),
+    "nemo.collections.nlp.modules.common.megatron": Lazy("as nemo.collections.nlp", 0.1, True),
     # NVIDIA Model Optimizer: NeMo's strategy asks at each checkpoint whether the model was optimized by it
-    "modelopt.torch": Lazy("quantization, pruning, distillation; imports peft and transformers' trainer", True),
-    "modelopt.torch.opt": Lazy("as modelopt.torch", True, {"ModeloptStateManager": "modelopt.torch.opt.conversion"}),
+    "modelopt.torch": Lazy("quantization, pruning, distillation; imports peft and transformers' trainer", 4.2, True),
+    "modelopt.torch.opt": Lazy(
+        "as modelopt.torch", 2.4, True, {"ModeloptStateManager": "modelopt.torch.opt.conversion"}
+    ),
     "modelopt.torch.opt.plugins": Lazy(
-        "as modelopt.torch; patches for transformers, diffusers and peft",
+        "as modelopt.torch; for transformers, diffusers and peft",
+        2.1,
         True,
         dict.fromkeys(
             ("save_sharded_modelopt_state", "restore_sharded_modelopt_state"),
@@ -80,6 +88,7 @@ MODULES = {
     ),
     "modelopt.torch.distill": Lazy(
         "as modelopt.torch",
+        1.7,
         True,
         {
             "DistillationModel": "modelopt.torch.distill.distillation_model",
@@ -87,23 +96,21 @@ MODULES = {
         },
     ),
     "modelopt.torch.quantization": Lazy(
-        "as modelopt.torch", True, dict.fromkeys(_QUANTIZATIONS, "modelopt.torch.quantization.config")
+        "as modelopt.torch", 1.7, True, dict.fromkeys(_QUANTIZATIONS, "modelopt.torch.quantization.config")
     ),
-    "modelopt.torch.export": Lazy("as modelopt.torch"),
-    "modelopt.torch.prune": Lazy("as modelopt.torch"),
+    "modelopt.torch.export": Lazy("as modelopt.torch", 0.1),
+    "modelopt.torch.prune": Lazy("as modelopt.torch", 0.05),
     # torchmetrics: Lightning imports it for the class Metric
-    "torchmetrics.functional": Lazy("hundreds of metrics", True, after=("torchmetrics.utilities",)),
-    "torchmetrics.functional.text": Lazy("its BERT score imports transformers' models", True),
-    "torchmetrics.text": Lazy("as torchmetrics.functional.text", True),
-    "scipy.signal": Lazy(
-        "torchmetrics looks whether it has `hamming`", calls={"hamming": "scipy.signal.windows:hamming"}
-    ),
-    # what transformers and NeMo import for one function
-    "sklearn": Lazy("as sklearn.metrics; imports pandas and scipy.stats"),
-    "sklearn.metrics": Lazy("transformers' assisted generation", calls={"roc_curve": "sklearn.metrics:roc_curve"}),
-    "datasets": Lazy("NeMo's quantization", calls={"load_dataset": "datasets:load_dataset"}),
-    "pandas": Lazy("NeMo's speech and NeMo 1 tools"),
-    "networkx": Lazy("NeMo-Run's graph of an experiment's jobs"),
+    "torchmetrics.functional": Lazy("hundreds of metrics", 4.1, True, after=("torchmetrics.utilities",)),
+    "torchmetrics.functional.text": Lazy("its BERT score imports transformers' models", 3.0, True),
+    "torchmetrics.text": Lazy("as torchmetrics.functional.text", 0.01, True),
+    "scipy.signal": Lazy("torchmetrics asks for `hamming`", 1.5, calls={"hamming": "scipy.signal.windows:hamming"}),
+    # what transformers, NeMo and NeMo-Run import for one function
+    "sklearn": Lazy("as sklearn.metrics; imports pandas and scipy.stats", 1.2),
+    "sklearn.metrics": Lazy("transformers' assisted generation", 1.4, calls={"roc_curve": "sklearn.metrics:roc_curve"}),
+    "datasets": Lazy("NeMo's quantization; imports aiohttp", 1.4, calls={"load_dataset": "datasets:load_dataset"}),
+    "pandas": Lazy("NeMo's speech and NeMo 1 tools", 1.0),
+    "networkx": Lazy("NeMo-Run's graph of an experiment's jobs", 0.2),
 }
 
 
@@ -139,7 +146,7 @@ def _load(module: ModuleType) -> None:
     parent = sys.modules.get(name.rpartition(".")[0])
     if type(parent) is LazyModule:
         _load(parent)
-    with _bootstrap._ModuleLockManager(name):
+    with _bootstrap._ModuleLockManager(name):  # type: ignore[attr-defined]  # the lock that `import` takes
         if type(module) is not LazyModule or name in _loading:
             return
         _loading[name] = threading.get_ident()
@@ -149,7 +156,7 @@ def _load(module: ModuleType) -> None:
             if MODULES[name].passes_names_on:  # whose file would have run those below it, and all that they import
                 for below in [one for one in MODULES if one.startswith(f"{name}.") and one in sys.modules]:
                     _load(sys.modules[below])
-            module.__class__ = ModuleType
+            module.__class__ = ModuleType  # type: ignore[assignment]
         finally:
             del _loading[name]
 
@@ -282,3 +289,15 @@ def install() -> None:
     """Import the modules of `MODULES` lazily from now on, unless CPT_LAZY_IMPORTS=0."""
     if os.environ.get(SWITCH) != "0" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Imports make millions of objects that stay: looking through them for garbage takes a tenth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -109,11 +109,13 @@ def load_nemo() -> None:
     if "nemo.collections.llm" not in sys.modules:
         log.info("loading NeMo (about 10 s)")
     lazy_imports.install()
-    from nemo.utils import logging as nemo_logging
+    with lazy_imports.without_garbage_collection():
+        from nemo.utils import logging as nemo_logging
 
     nemo_logging.remove_stream_handlers()
     nemo_logging.captureWarnings(False)
-    import nemo.collections.llm.gpt.model.qwen2  # noqa: F401
+    with lazy_imports.without_garbage_collection():
+        import nemo.collections.llm.gpt.model.qwen2  # noqa: F401
 
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):  # "LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0]"
         library = logging.getLogger(name)

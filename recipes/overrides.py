@@ -181,7 +181,7 @@ def _set(recipe: run.Partial, owner: Any, leaf: str, override: Override) -> None
     try:
         parse_cli_args(recipe, [str(override)])
     except (CLIException, ValueError, TypeError):
-        if not _set_mislabelled_float(owner, leaf, override):
+        if not (_set_mislabelled_float(owner, leaf, override) or _set_stock_config(recipe, old, override)):
             raise _wrong_type(override, _expected(owner, leaf), old) from None
     new = getattr(owner, leaf)
     if type(old) in (int, float) and isinstance(new, str):  # Union[..., str, int]: NeMo-Run keeps the text
@@ -190,6 +190,21 @@ def _set(recipe: run.Partial, owner: Any, leaf: str, override: Override) -> None
             setattr(owner, leaf, new)
     if isinstance(old, (int, float)) and not isinstance(new, (int, float, type(None))):
         raise _wrong_type(override, type(old).__name__, old)
+
+
+def _set_stock_config(recipe: run.Partial, old: Any, override: Override) -> bool:
+    """NeMo names configurations (`data=mock`); NeMo-Run knows the names once all of NeMo's recipes are imported."""
+    from nemo.collections import llm
+    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
+
+    if not (hasattr(old, "__fn_or_cls__") and override.text.isidentifier()):
+        return False
+    dir(llm)  # imports them: common/lazy_imports.py had left it
+    try:
+        parse_cli_args(recipe, [str(override)])
+    except (CLIException, ValueError, TypeError):
+        return False
+    return True
 
 
 def _set_mislabelled_float(owner: Any, leaf: str, override: Override) -> bool:

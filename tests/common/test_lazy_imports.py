@@ -92,7 +92,7 @@ def test_a_package_that_passes_names_on_runs_for_other_names_only() -> None:
 
 @pytest.mark.usefixtures("packages")
 def test_what_is_set_stays_set() -> None:
-    passing = importlib.import_module("passing")
+    passing: Any = importlib.import_module("passing")
     passing.changed = 2
     assert not _is_lazy("passing")
     assert passing.changed == 2
@@ -196,3 +196,17 @@ def _call_hamming() -> Any:
 def test_a_function_found_later_gives_what_the_real_one_gives(forked: Callable[..., Any]) -> None:
     later, real = forked(_call_hamming)
     assert later == real
+
+
+def _override_with_a_name_of_nemo() -> Any:
+    from recipes import overrides, registry
+
+    recipe = registry.resolve("qwen25_tiny")()
+    overrides.apply_to_recipe(recipe, overrides.parse(["data=mock"]))
+    return recipe.data.__fn_or_cls__.__name__
+
+
+@pytest.mark.nemo
+def test_names_that_nemo_registers_are_known(forked: Callable[..., Any]) -> None:
+    """They are registered by recipes that are not loaded."""
+    assert forked(_override_with_a_name_of_nemo) == "MockDataModule"

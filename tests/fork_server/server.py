@@ -4,7 +4,7 @@ Run as `python tests/fork_server/server.py SOCKET`; it ends when its standard in
 other side: a Python process that starts with CPT_FORK_SERVER=SOCKET in its environment sends its command line,
 environment, folder, open files and namespaces here, and then only passes signals on and ends as the fork ends. The
 fork does everything that the process would have done after its imports, on those same files. Only third-party
-packages stay imported here, so the code under test is read anew by every fork.
+packages are imported here (and common.lazy_imports), so the code under test is read anew by every fork.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ def run(request: dict[str, Any]) -> None:
 
 
 def _import_lazily() -> None:
-    """What a run does not use is not imported here either (common/lazy_imports.py)."""
+    """What a run does not use is not imported here either. Of the project, only common.lazy_imports stays imported."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     importlib.import_module("common.lazy_imports").install()
-    del sys.path[0], sys.modules["common.lazy_imports"], sys.modules["common"]
+    del sys.path[0], sys.modules["common"]
 
 
 def main(path: str) -> None:
