@@ -134,14 +134,14 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dry_run_loads_none_of_them(sample: Path, tmp_path: Path) -> None:
     """Count modules, not seconds: other processes make an import slower, but not larger."""
     code = """
-import json, runpy, sys
+import atexit, json, runpy
 from common import lazy_imports
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
+def report():
     lazy = {name for name, module in sys.modules.items() if type(module) is lazy_imports.LazyModule}
     loaded = [name for name in lazy_imports.MODULES if name in sys.modules and name not in lazy]
     sys.stderr.write(json.dumps([len(sys.modules), len(lazy), loaded]))
+atexit.register(report)
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
     words = [str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--dryrun", f"data.paths={sample / 'prose'}"]
     run = subprocess.run(
