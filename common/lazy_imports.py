@@ -7,7 +7,8 @@ of `MODULES` an empty module object, which runs the module's file when an attrib
 wait for a load, and a package that only passes names on (`passes_names_on`) answers a name from the `from ... import`
 line of its own file which binds it, without running the others.
 
-Nothing is replaced: what comes out is the module, class or function that the plain import gives. A module that does
+What comes out is the module, class or function that the plain import gives. The exceptions are the three functions
+under `calls`: until their module is loaded they are functions that load it and pass the call on. A module that does
 not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_IMPORTS=0 switches all of it off.
 """
 
@@ -39,8 +40,8 @@ class Lazy:
 
     Args:
         why: who imports it, and why a run does not need it.
-        cpu_s: CPU seconds of its import in a plain `import nemo.collections.llm`, with what it is the first to import
-            (docs/measurements/start-up.md).
+        cpu_s: CPU seconds of its import in a plain `import nemo.collections.llm`, with what it is the first to import,
+            estimated from one profile (docs/measurements/start-up.md). What two entries share is in both.
         passes_names_on: a package whose file only imports names. Its submodules are imported without it.
         found_in: name -> the module that defines it, for names that `from ... import *` brings into the package.
         calls: name -> `module:function`, for functions that others import by name and never call in a run. The name is
