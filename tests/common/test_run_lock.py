@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from common import run_lock
+from common.run_status import FAILED, RunStatus
 from common.rundir import choose, remove_if_unused
 from common.spec import RunSpec
 
@@ -58,6 +59,15 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, holder: int) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
     run_lock.release(tmp_path / "a", run_lock.LAUNCHER)
     run_lock.check_free(tmp_path / "a")
+
+
+def test_a_queued_run_is_in_use_and_a_failed_submission_is_not(tmp_path: Path) -> None:
+    run = choose(RunSpec(recipe="a"), tmp_path)
+    run.path.mkdir()
+    RunStatus(executor="slurm").write(run.status)
+    assert choose(RunSpec(recipe="a"), tmp_path).name == "a-2"
+    RunStatus(executor="slurm", phase=FAILED).write(run.status)
+    assert choose(RunSpec(recipe="a"), tmp_path).name == "a"
 
 
 def test_a_refused_launch_leaves_no_folder(tmp_path: Path) -> None:
