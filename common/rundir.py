@@ -13,12 +13,11 @@ import json
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from common import run_lock, run_status
+from common import run_lock
 from common.commands import launch_command
 from common.environment.merge import Setting
 from common.errors import UserError, unknown_name
@@ -87,11 +86,12 @@ class RunDir:
 
     @property
     def used(self) -> bool:
-        """Something was trained here, waits in a queue, or is about to start (a dry run leaves nothing of that)."""
-        status = run_status.read_status(self.status)
-        queued = status is not None and status.state(time.time()) == run_status.STARTING
+        """Something was trained here or is about to be (a dry run leaves nothing of that).
+
+        A job that waits in a queue leaves nothing yet either: the executor asks the queue.
+        """
         claimed = run_lock.is_held_elsewhere(self.path, run_lock.LAUNCHER)
-        return bool(self.attempts) or self.checkpoints.exists() or queued or claimed
+        return bool(self.attempts) or self.checkpoints.exists() or claimed
 
     def complete_checkpoints(self) -> list[Path]:
         """Checkpoints that were written to the end, oldest first."""

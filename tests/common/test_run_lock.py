@@ -61,13 +61,11 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, holder: int) -> None:
     run_lock.check_free(tmp_path / "a")
 
 
-def test_a_queued_run_is_in_use_and_a_failed_submission_is_not(tmp_path: Path) -> None:
+def test_a_failed_submission_does_not_take_the_name(tmp_path: Path) -> None:
     run = choose(RunSpec(recipe="a"), tmp_path)
     run.path.mkdir()
-    RunStatus(executor="slurm").write(run.status)
-    assert choose(RunSpec(recipe="a"), tmp_path).name == "a-2"
-    RunStatus(executor="slurm", phase=FAILED).write(run.status)
-    assert choose(RunSpec(recipe="a"), tmp_path).name == "a"
+    RunStatus(executor="docker", phase=FAILED).write(run.status)
+    assert choose(RunSpec(recipe="a", name="a"), tmp_path).name == "a"
 
 
 def test_a_refused_launch_leaves_no_folder(tmp_path: Path) -> None:

@@ -12,7 +12,16 @@ from tests.docs.pages import commands
 pytestmark = pytest.mark.nemo
 
 OPTIONS = {"--recipe", "--executor", "--env", "--cluster", "--name", "--runs", "--devices", "--nodes"}
-OPTIONS |= {"--profile", "--memory-profile", "--tokens", "--epochs", "--tokens-per-step", "--from"}
+OPTIONS |= {
+    "--profile",
+    "--memory-profile",
+    "--tokens",
+    "--epochs",
+    "--tokens-per-step",
+    "--from",
+    "--retries",
+    "--retry-wait",
+}
 PLACEHOLDERS = {"NAME", "qwen25_mine", "my_recipes.py:qwen25_mine"}
 
 

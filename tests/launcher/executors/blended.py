@@ -51,16 +51,23 @@ def check_records(run: Path) -> None:
 
 
 def check_afterwards(run: Path, home: Path) -> None:
-    """Bring the run back without its checkpoints to `home`, where no corpus is; report and passport read it."""
+    """Bring the run back without its checkpoints to `home`, where no corpus is; report and passport read it.
+
+    The corpora are moved away meanwhile: the run has recorded their absolute paths, which another machine has not.
+    """
     target = home / "runs" / run.name
     shutil.copytree(run, target, ignore=shutil.ignore_patterns("checkpoints", "index"), dirs_exist_ok=True)
     assert not list(home.rglob("*.bin"))
+    corpora = run.parents[1] / "corpora"
+    away = corpora.rename(corpora.with_name("corpora-of-the-cluster")) if corpora.exists() else None
     for words in (("report", run.name), ("passport", run.name)):
         done = subprocess.run(
             [sys.executable, str(ROOT / "launch.py"), *words],
             cwd=home, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
+    if away is not None:
+        away.rename(corpora)
     page = (target / "report.html").read_text()
     assert "25.0%" in page and "code" in page and "prose" in page
     items = {item["name"]: item for item in json.loads((target / "passport.json").read_text())["items"]}
