@@ -55,7 +55,7 @@ types:
 	$(BIN)/mypy
 
 light:
-	$(BIN)/pytest --numprocesses 2 -m "not nemo"
+	$(BIN)/pytest --numprocesses 2 -m "not nemo and not slow"
 
 # TESTS is a pytest marker expression. Three workers on two cores: the tests of Slurm and Docker mostly wait
 TESTS ?= not slow

@@ -58,12 +58,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
     """Templates and styles too: pyproject finds packages and their files by itself."""
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == {name for name in _tracked() if name.split("/")[0] in _rooms()} | {"launch.py"}
 
 
+@pytest.mark.slow
 def test_every_light_module_imports_where_the_wheel_is_installed(wheel: Path, tmp_path: Path) -> None:
     """In an environment that has the wheel and the third-party packages, of which torch and NeMo are locked away."""
     venv.create(tmp_path / "venv")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from data.sample import _join_docstrings, _read_topics, collect_code, collect_prose
 
 
+@pytest.mark.slow
 def test_the_sample_has_enough_of_both_domains() -> None:
     prose, code = list(collect_prose()), list(collect_code())
     assert len(_read_topics()) > 50 and prose[0] and "assert" in prose[0]

@@ -80,6 +80,7 @@ def test_large_vocabularies_are_int32_as_megatrons_builder_writes(tmp_path: Path
         assert (tmp_path / f"megatron.{kind}").read_bytes() == (tmp_path / f"out/train.{kind}").read_bytes()
 
 
+@pytest.mark.slow
 def test_worker_count_does_not_change_a_byte(tmp_path: Path, ask: Any) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(800) + make_texts(300))
     one = prepare_corpus(ask(source, output=tmp_path / "1" / "c", dedup=True))

@@ -56,6 +56,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_nothing_that_looks_whole(tmp_path: Path, ask: Any) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", ["8" * 3000 + str(number) for number in range(500)])
     with small_disk(tmp_path / "disk"):

@@ -144,6 +144,7 @@ def _k8s(cluster: Cluster, name: str) -> None:
     assert arrived == rank_environment(job(full, name), full)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(rows=FILES, name=names)
 def test_hostile_files(stubs: Path, tmp_path: Path, rows: dict[str, Any], name: str) -> None:
