@@ -163,6 +163,7 @@ def test_hostile_files(stubs: Path, tmp_path: Path, rows: dict[str, Any], name: 
     _k8s(cluster, name)
 
 
+@pytest.mark.slow
 def test_both_happened() -> None:
     """A fuzz test in which every file is refused, or none, has shown nothing."""
     print(COUNTED)
