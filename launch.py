@@ -355,7 +355,7 @@ def _run(argv: list[str]) -> int:
         print(f"error: {error.explain()}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 

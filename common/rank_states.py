@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
-from common.files import write_although_full, write_atomic
+from common.files import write_although_full
 from common.json_files import read_json_object
 from common.processes import is_alive
 from common.run_status import Heartbeat
@@ -46,8 +46,7 @@ class RankState:
     def write(self, logs: Path) -> None:
         """Write logs/rank-R.json in one step."""
         ended = self.state != RUNNING
-        write = write_although_full if ended else write_atomic
-        write(logs / f"rank-{self.rank}.json", json.dumps(asdict(self)) + "\n", sync=ended)
+        write_although_full(logs / f"rank-{self.rank}.json", json.dumps(asdict(self)) + "\n", sync=ended)
 
     def is_alive(self) -> bool:
         """Whether a rank that has not recorded its end still runs on this machine."""

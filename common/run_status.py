@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.files import write_although_full, write_atomic
+from common.files import write_although_full
 from common.json_files import read_json_object
 from common.processes import is_alive
 
@@ -152,7 +152,7 @@ class RunStatus:
     def write(self, path: Path) -> None:
         """Write status.json in one step."""
         ended = self.phase in ENDED
-        (write_although_full if ended else write_atomic)(path, self.to_json(), sync=ended)
+        write_although_full(path, self.to_json(), sync=ended)
 
 
 def read_status(path: Path) -> RunStatus | None:

@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from common import logs, processes, run_lock, rundir
+from common import logs, processes, rundir
 from common.environment.merge import Setting, Site, apply_environment, complete_name, restart_with_preloads
 from common.environment.sets import BACKEND_KEY
 from common.environment.shell import shell_settings
@@ -21,6 +19,7 @@ from common.files import write_atomic
 from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records, executor_table, executors, resume, run_file
+from launcher.claim import claim_run_directory
 from launcher.executors import Job
 from launcher.executors.on_cluster import check_size
 from launcher.launcher_log import LauncherLog, keep_launcher_log
@@ -58,54 +57,15 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
     """
     logs.log_to_console()
     processes.interrupt_on_stop_signals()  # until something else handles them: training, or the wait for the ranks
-    folder = _claim(spec)
     retries, environ = Retries(), dict(os.environ)
-    try:
-        with _removed_after_dry_run(spec, folder), keep_launcher_log() as launcher_log:
-            code = _launch(spec, folder, launcher_log, explain_failure)
-            while not spec.dryrun and (again := retries.next_spec(folder, code)):
-                launcher_log.path = None
-                os.environ.clear()  # of what the first attempt set: a retry records who set what, too
-                os.environ.update(environ)
-                code = _launch(again, folder, launcher_log, explain_failure, is_retry=True)
-            return code
-    finally:
-        run_lock.release(folder.path, run_lock.LAUNCHER)
-        rundir.remove_if_unused(folder)
-
-
-def _claim(spec: RunSpec) -> RunDir:
-    """Choose the run directory and lock it, so that a second launch takes another name or is refused.
-
-    Raises:
-        UserError: the name cannot be taken; RunInUseError says which process has it.
-    """
-    while True:
-        folder = rundir.choose(spec, Path(spec.runs))
-        if spec.dryrun and not spec.write:
-            return folder
-        try:
-            run_lock.check_free(folder.path)
-            run_lock.acquire(folder.path, run_lock.LAUNCHER)
-        except run_lock.RunInUseError:
-            if spec.name or spec.resume:
-                raise
-            continue  # another launch was faster: the next number
-        if spec.resume or not folder.used:
-            return folder
-        run_lock.release(folder.path, run_lock.LAUNCHER)
-
-
-@contextlib.contextmanager
-def _removed_after_dry_run(spec: RunSpec, folder: RunDir) -> Iterator[None]:
-    """A dry run leaves no run directory behind, unless it was there before or --write asks for it."""
-    made = [path for path in (folder.path, folder.path.parent) if not path.exists()]
-    try:
-        yield
-    finally:
-        if spec.dryrun and not spec.write:
-            for path in made:
-                shutil.rmtree(path, ignore_errors=True)
+    with claim_run_directory(spec) as folder, keep_launcher_log() as launcher_log:
+        code = _launch(spec, folder, launcher_log, explain_failure)
+        while not spec.dryrun and (again := retries.next_spec(folder, code)):
+            launcher_log.path = None
+            os.environ.clear()  # of what the first attempt set: a retry records who set what, too
+            os.environ.update(environ)
+            code = _launch(again, folder, launcher_log, explain_failure, is_retry=True)
+        return code
 
 
 def _launch(

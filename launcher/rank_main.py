@@ -183,7 +183,7 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
 def _stopped(folder: RunDir, spec: RunSpec, where: RankInfo, *, together: bool) -> int:
     if where.rank == 0:
         what = f"resume with: {spec.resume_command}" if folder.complete_checkpoints() else "there is no checkpoint yet"
-        log.warning("stopped by Ctrl-C; %s", what)
+        log.warning("stopped; %s", what)
     state = RankState(rank=where.rank, state=rank_states.INTERRUPTED, exit_code=EXIT_INTERRUPTED)
     heartbeat.end(state, folder.attempt(spec.attempt))
     if together:

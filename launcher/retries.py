@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, EXIT_USER
 from common.run_status import Ending, RunStatus, read_status
@@ -24,19 +23,15 @@ class Retries:
     """Decides after each attempt whether there is another one.
 
     The run's recorded spec says how many there may be, and how long to wait before each.
-
-    Args:
-        environment: the variables before the first attempt; every attempt starts from them.
     """
 
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     _started: int = 0
     _last: tuple[str, int] | None = None  # cause and step of the last failure
 
     def next_spec(self, folder: RunDir, code: int) -> RunSpec | None:
         """What to start next; None ends the run with its exit code.
 
-        Waits, and restores the environment. The spec resumes from the newest checkpoint; without one the run starts
+        Waits as long as the recorded spec says. The spec resumes from the newest checkpoint; without one the run starts
         from the beginning, in the same run directory.
         """
         if code in (0, EXIT_USER, EXIT_PREFLIGHT, EXIT_INTERRUPTED) or not folder.spec_file.is_file():
@@ -66,8 +61,6 @@ class Retries:
             *(self._started, spec.retries, spec.retry_wait, where, status.step, ending.summary or f"exit code {code}"),
         )
         time.sleep(spec.retry_wait)
-        os.environ.clear()
-        os.environ.update(self.environment)
         return dataclasses.replace(spec, name=folder.name, resume=bool(checkpoints))
 
     def _reason_to_stop(self, ending: Ending, step: int) -> str:

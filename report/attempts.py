@@ -17,7 +17,7 @@ class Attempt:
     Args:
         number: from 1.
         first, last: the step it continued from, and the last one that it ended.
-        state: done, failed, interrupted; ended without a word, or running.
+        state: done, failed, interrupted, running; `no end recorded` of one that was killed with its launcher.
         why: the reason of a failure, in one line.
         lost: steps that the next attempt had to train again; None for the last attempt.
     """
@@ -71,4 +71,4 @@ def _state(status: RunStatus | None, ranks: list[rank_states.RankState], *, is_l
     ended = [state.state for state in ranks if state.state != rank_states.RUNNING]
     if ended:
         return rank_states.FAILED if rank_states.FAILED in ended else ended[0]
-    return "running" if is_last else "ended without a word"
+    return "running" if is_last else "no end recorded"

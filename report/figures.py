@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
 from report.read import RunFiles
-from report.system import read_system
 from report.theme import (
     DASHES,
     FORGOTTEN,
@@ -45,7 +44,7 @@ def draw_figures(files: RunFiles, runs: LabelledChanges, tokens: list[DomainToke
         "replay": [draw_shares(tokens, width) for width in (WIDE, NARROW)],
         "throughput": [draw_column(files, "tokens_per_second", "tokens/s")],
         "memory": [draw_column(files, "memory_gib", "GiB")],
-        "power": [draw_power(read_system(files.run).power)],
+        "power": [draw_power(files.system.power)],
     }
     drawn = {name: [figure for figure in versions if figure] for name, versions in figures.items()}
     return {name: versions for name, versions in drawn.items() if versions}

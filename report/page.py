@@ -22,7 +22,6 @@ from report.attempts import Attempt
 from report.configuration import configuration_tables
 from report.passport import Passport
 from report.read import RunFiles
-from report.system import SystemFacts
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -40,7 +39,6 @@ class ReportData:
         figures: name of a figure -> its SVGs (one, or one for wide and one for narrow screens).
         others: the runs it is compared with, and the changes of each.
         attempts: the starts of the run.
-        system: energy and heat of its GPUs.
     """
 
     files: RunFiles
@@ -52,7 +50,6 @@ class ReportData:
     figures: dict[str, list[str]]
     others: list[tuple[RunFiles, list[DomainChange]]]
     attempts: list[Attempt]
-    system: SystemFacts
 
 
 def render(data: ReportData) -> str:
@@ -160,7 +157,7 @@ def key_facts(data: ReportData) -> list[tuple[str, str, str]]:
         ("tokens per second", short(throughput.tokens_per_second), "median"),
         ("step time, median", short(throughput.step_p50, " s"), f"p99 {short(throughput.step_p99, ' s')}"),
         ("peak memory", short(throughput.memory_gib, " GiB"), memory_kind(data.files)),
-        ("energy", short(data.system.energy_kwh, " kWh"), "of the GPUs"),
+        ("energy", short(data.files.system.energy_kwh, " kWh"), "of the GPUs"),
         ("passport", f"{passed} of {passed + failed + unknown}", not_passed or "all passed"),
     ]
     return [fact for fact in facts if fact[1] != NONE or fact[0] == "training loss"]

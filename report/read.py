@@ -11,6 +11,7 @@ from common.json_files import parse_json
 from common.run_status import RunStatus, read_status
 from common.rundir import RunDir
 from common.small_files import parse_yaml
+from report.system import SystemFacts, read_system
 
 Row = dict[str, Any]
 
@@ -41,6 +42,7 @@ class RunFiles:
         validation: validation rows by ascending step, likewise.
         records: parsed JSON of `RECORDS`, by file name; a missing or broken file has no entry.
         status: status.json, None for a run of an earlier version.
+        system: energy and heat of the GPUs, from the samples of the machines.
         notes: what is missing or unreadable, one phrase for each.
     """
 
@@ -53,6 +55,7 @@ class RunFiles:
     validation: list[Row] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     status: RunStatus | None = None
+    system: SystemFacts = field(default_factory=SystemFacts)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -93,7 +96,7 @@ def read_run(run: RunDir) -> RunFiles:
     files.config = _read_yaml(run.config, files.notes)
     env = _read_json(run.env, files.notes, "who set which environment variable")
     files.env = [row for row in env if isinstance(row, dict)] if isinstance(env, list) else []
-    files.status = read_status(run.status)
+    files.status, files.system = read_status(run.status), read_system(run)
     _read_metrics(files)
     for name, about in RECORDS.items():
         path = run.path / name

@@ -15,7 +15,6 @@ from report.figures import FIGURES, LabelledChanges, draw_figures
 from report.page import ReportData, label_runs, render
 from report.passport import check_files
 from report.read import RunFiles, read_run
-from report.system import read_system
 from report.theme import figure_style, to_png, to_svg
 from report.warnings import find_warnings
 
@@ -62,7 +61,6 @@ def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]])
         figures=_draw(files, [(labels[f.run.path.as_posix()], c) for f, c in runs]),
         others=others,
         attempts=read_attempts(files.run),
-        system=read_system(files.run),
     )
 
 

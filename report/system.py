@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from common.json_files import read_json_lines
@@ -23,9 +23,9 @@ class SystemFacts:
         power: (hours since the first sample, watts of all GPUs of the first node), one per sample.
     """
 
-    energy_kwh: float | None
-    hot_share: float | None
-    power: list[tuple[float, float]]
+    energy_kwh: float | None = None
+    hot_share: float | None = None
+    power: list[tuple[float, float]] = field(default_factory=list)
 
 
 def read_system(run: RunDir) -> SystemFacts:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from common.run_status import FAILED
 from report.analysis import DomainChange, DomainTokens, find_spikes, get_progress
 from report.read import RunFiles, number
-from report.system import read_system
 
 EPOCHS = 4.0  # beyond this, repeated tokens teach little (Muennighoff et al., 2023, arXiv 2305.16264)
 FORGOTTEN = 0.1  # nats per token, on a replayed or unnamed domain
@@ -72,7 +71,7 @@ def _state(files: RunFiles) -> Iterator[str]:
         yield "No training step is recorded yet."
     elif progress.unfinished:
         yield f"This run is {progress}."
-    hot = read_system(files.run).hot_share
+    hot = files.system.hot_share
     if hot is not None and hot > HOT:
         yield f"Heat slowed the GPUs down in {hot:.0%} of the samples: look at the cooling."
     if len(files.run.attempts) > 1:

@@ -80,8 +80,6 @@ def _child(send: Any, function: Callable[..., Any], args: tuple[Any, ...], cwd: 
         traceback.print_exc()
         send.send((None, error if _picklable(error) else RuntimeError(f"{type(error).__name__}: {error}")))
     sys.stdout.flush()
-    for writer in multiprocessing.active_children():  # NeMo's checkpoint writers outlive the run
-        writer.terminate()
     os._exit(0)
 
 

@@ -193,13 +193,9 @@ class WatchedCaller(async_utils.TemporalAsyncCaller):
                 return False
             time.sleep(0.05)
 
-    def close(self, abort: bool = False) -> None:
-        """End the process, which waits for it unless `abort`, and release the copies."""
+    def close(self) -> None:
+        """Release the copies and the process, which has ended or is given up."""
         if self.process is not None:
-            if abort:
-                self.process.kill()
-            while not abort and self._is_running() and not self._problem():
-                self.process.join(0.05)
             self.process.kill()  # no effect on one that has ended
             self.process.join()
         self.process = self.copies = None
@@ -227,7 +223,7 @@ class WatchedCaller(async_utils.TemporalAsyncCaller):
             return f"the process that writes: {processes.describe_exit(self.process.exitcode)}"
 
     def _raise(self, problem: str) -> NoReturn:
-        self.close(abort=True)
+        self.close()
         problems: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(problems, problem)
         found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)

@@ -81,7 +81,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 @contextlib.contextmanager
 def data_only(checkpoint: Path) -> Iterator[None]:
-    """Inside this block every pickle of a NeMo checkpoint is read as data, whoever reads it.
+    """Inside this block torch, Megatron and NeMo read every pickle of a NeMo checkpoint as data.
 
     Replaced for that time: the unpickler of torch's FileSystemReader, `torch.load` (with `weights_only=True`, also
     where the caller asks for the opposite), and the error of torch's load planner, which gets the name of the file.
@@ -180,7 +180,7 @@ def _one_line(error: Exception) -> str:
 def _check_format(file: Path) -> None:
     """Megatron's other formats (zarr, and what a plugin registers) have readers that nothing restricts."""
     if not file.is_file():
-        return  # a missing file is the error of whoever reads the checkpoint
+        return  # reading the checkpoint will report the missing file
     try:
         found = parse_json(file.read_text())
         wrong = [f"{key} {found.get(key)!r}" for key, value in _FORMATS.items() if found.get(key, value) != value]

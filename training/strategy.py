@@ -69,9 +69,7 @@ class Strategy(nl.MegatronStrategy):
         """
         with data_only(Path(checkpoint_path)):
             checkpoint = self._load_without_missing(checkpoint_path, selective_restore)
-        if (
-            not self.lightning_module.config.fp8
-        ):  # with FP8 the states hold tensors, which only Transformer Engine can read
+        if not self.lightning_module.config.fp8:  # its states hold tensors, which only Transformer Engine can read
             check_extra_states(checkpoint["state_dict"], Path(checkpoint_path))
         return checkpoint
 

@@ -115,7 +115,6 @@ def test_damage_is_found(tmp_path: Path) -> None:
     (tmp_path / "weights/a.distcp.sha256").write_text("0" * 64)  # of another content: taken from its writer
     record_files(tmp_path)
     assert not (tmp_path / "weights/a.distcp.sha256").exists()
-    assert find_damage(tmp_path, checksums=False) == []
     (problem,) = find_damage(tmp_path)
     assert problem.startswith("weights/a.distcp has other content")
     (tmp_path / LIST).unlink()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -31,12 +30,10 @@ def _fail(run: RunDir, step: int, **ending: object) -> None:
     RunStatus(phase=FAILED, step=step, ending=Ending(exit_code=1, **ending)).write(run.status)  # type: ignore[arg-type]
 
 
-def test_from_the_newest_checkpoint_or_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_the_newest_checkpoint_or_the_beginning(tmp_path: Path) -> None:
     run, retries = _run(tmp_path), Retries()
-    monkeypatch.setenv("SET_BY_THE_ATTEMPT", "1")
     _fail(run, 25, summary="rank 0 was killed", cause="killed", can_retry=True)
     assert retries.next_spec(run, 1) == dataclasses.replace(SPEC, resume=True)
-    assert "SET_BY_THE_ATTEMPT" not in os.environ
     fresh = _run(tmp_path / "fresh", checkpoint=None)
     _fail(fresh, 5, summary="unknown", can_retry=None)
     assert Retries().next_spec(fresh, 1) == SPEC

@@ -98,7 +98,7 @@ def _resume(sample: Path, name: str) -> tuple[str, bool]:
     words = ("trainer.max_steps=2", *SHORT)
     train(sample, *words)
     _spoil(Path("runs/run/checkpoints/step-2"), name)
-    Path("runs/run/checkpoints/step-2/run/files.json").unlink()  # whoever spoils the files can list them anew
+    Path("runs/run/checkpoints/step-2/run/files.json").unlink()  # an attacker can list the files anew
     return _attempt(lambda: train(sample, "trainer.max_steps=4", *SHORT, resume=True))
 
 
