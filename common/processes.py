@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,6 +33,24 @@ def interrupt_on_stop_signals() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def defer_stop_signals() -> Iterator[None]:
+    """Let the block end before a signal that asks to stop takes effect; an ignored one stays so. Blocks may nest."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def name_launcher() -> None:

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common import processes
 from common.errors import UserError
 from common.files import write_atomic
 from common.spec import RunSpec
@@ -52,9 +53,10 @@ def submit(job: Job) -> int:
     if isinstance(cluster.tunnel, Ssh):
         _copy_run_files(tunnel, cluster, job, script)
     logs = logs_folder(cluster, job)
-    submitted = Submitted(_run_sbatch(tunnel, cluster, f"{logs}/{script.name}"), job, cluster, logs)
-    record.write_text(submitted.job_id + "\n")
-    _log_submission(submitted)
+    with processes.defer_stop_signals():  # a job that Slurm has accepted is recorded and shown
+        submitted = Submitted(_run_sbatch(tunnel, cluster, f"{logs}/{script.name}"), job, cluster, logs)
+        record.write_text(submitted.job_id + "\n")
+        _log_submission(submitted)
     return follow(tunnel, submitted) if cluster.wait else 0
 
 

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common import processes
 from common.errors import UserError
 from launcher.cluster_file import Cluster, Ssh
 from launcher.executors.on_cluster import workdir_on_nodes
@@ -52,5 +53,9 @@ def _open_ssh(ssh: Ssh, workdir: str, where: str) -> Tunnel:
 
 
 def run_command(tunnel: Tunnel, words: list[str]) -> Any:
-    """Run one command there, every word quoted; the result has ok, stdout and stderr."""
-    return tunnel.run(shlex.join(words), hide=True, warn=True, in_stream=False)
+    """Run one command there, every word quoted; the result has ok, stdout and stderr.
+
+    A Ctrl-C takes effect when the command has ended: invoke, which runs it, would pass it on to the command only.
+    """
+    with processes.defer_stop_signals():
+        return tunnel.run(shlex.join(words), hide=True, warn=True, in_stream=False)

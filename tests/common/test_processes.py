@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
 
+import invoke
 import pytest
 
 from common import processes
 from common.checkpoint_files import LIST, check_undamaged, find_damage, record_files
 from common.errors import UserError
 from common.files import write_although_full
+from launcher.executors.tunnel import run_command
 
 
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
@@ -63,6 +69,22 @@ def test_starters_are_the_parent_and_a_launcher_on_this_machine(monkeypatch: pyt
     assert processes.starters() == [os.getppid()]
     processes.name_launcher()
     assert processes.starters() == [os.getppid(), os.getpid()]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_ctrl_c_during_a_scheduler_command_is_not_lost(nested: bool) -> None:
+    """invoke swallows KeyboardInterrupt while its command runs: without defer_stop_signals this test fails."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    tunnel: Any = types.SimpleNamespace(run=invoke.Context().run)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    outcome = None
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with processes.defer_stop_signals() if nested else contextlib.nullcontext():
+                outcome = run_command(tunnel, ["sh", "-c", "sleep 0.5; echo accepted"]).stdout
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert outcome == ("accepted\n" if nested else None)  # a job that Slurm has accepted is known
 
 
 def test_under_nohup_a_hangup_stays_ignored() -> None:
