@@ -57,7 +57,7 @@ def log_to_console(rank: int = 0, copy: Path | None = None) -> None:
     handlers: list[logging.Handler] = [_ConsoleHandler()]
     if copy is not None and rank == 0:
         copy.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(copy))
+        handlers.append(_LogFile(copy))
     for handler in handlers:
         handler.setFormatter(
             logging.Formatter(CONSOLE_FORMAT if rank == 0 else f"rank {rank}: {CONSOLE_FORMAT}", CONSOLE_TIME)
@@ -72,10 +72,18 @@ def log_to_console(rank: int = 0, copy: Path | None = None) -> None:
         warnings.simplefilter("default", kind)
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that a full disk cuts short without a traceback on the console for each line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def log_to_file(folder: Path, rank: int = 0) -> None:
     """Write every library's lines to folder/rank-R.log, also those logged since `log_to_console`."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(folder / f"rank-{rank}.log")
+    file = _LogFile(folder / f"rank-{rank}.log")
     file.setFormatter(logging.Formatter(FILE_FORMAT))
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _UntilFile)]:

@@ -1,4 +1,4 @@
-"""Counts as people write them."""
+"""Counts and sizes as people write them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def parse_count(text: str, option: str) -> int:
             do=f"{option} 2B",
         )
     return count
+
+
+def format_bytes(count: float) -> str:
+    """A size in the unit that shows it best: `512 B`, `14.0 MiB`, `3.2 GiB`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

@@ -201,7 +201,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
             r"inline_container\.cc:\d+\][^\n]*unexpected pos",
         ),
         cause="the disk is full[: {path}]",
-        advice="make room under {run} (a checkpoint needs {checkpoint_gib} GiB; log.ckpt.keep_last=1 keeps fewer), "
+        advice="make room under {run} (a checkpoint needs {checkpoint_size}; log.ckpt.keep_last=1 keeps fewer), "
         "then {resume}",
     ),
     KnownFailure(
@@ -211,7 +211,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
             r"(?P<checkpoint>step-\d+) is not complete",
         ),
         cause="{checkpoint} could not be saved[: {found}]",
-        advice="a save needs host memory for a copy of weights and optimizer state ({checkpoint_gib} GiB): close other "
+        advice="a save needs host memory for a copy of weights and optimizer state ({checkpoint_size}): close other "
         "programs or ask for more; then {resume}",
         can_retry=True,
     ),

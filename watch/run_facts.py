@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.json_files import read_json_object
+from common.quantities import format_bytes
 from data.indexed import check_prefix
 from data.manifest import SPLITS
 from recipes import memory
@@ -26,7 +27,7 @@ def fill_facts(match: Match, records: Records) -> Match:
     if match.failure.name == "bus_error" and (files := _cut_files(records)):
         facts["files"] = files
     if records.plan is not None:
-        facts["checkpoint_gib"] = f"{records.plan.checkpoint_bytes / memory.GIB:.1f}"
+        facts["checkpoint_size"] = format_bytes(records.plan.checkpoint_bytes)
     return dataclasses.replace(match, groups={**facts, **match.groups})
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import machine_facts
+from common.quantities import format_bytes
 from common.rundir import RunDir
 from launcher.preflight.data import check_base_model, check_corpora
 from launcher.preflight.findings import Finding, error, warning
@@ -148,8 +149,8 @@ def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if need > free:
         yield error(
             "not enough disk for the checkpoints",
-            expected=f"{need / 2**30:.1f} GiB ({kept} that are kept and one that is being written)",
-            found=f"{free / 2**30:.1f} GiB free under {parent}",
+            expected=f"{format_bytes(need)} ({kept} that are kept and one that is being written)",
+            found=f"{format_bytes(free)} free under {parent}",
             do="free some space, or log.ckpt.keep_last=1",
         )
 

@@ -96,3 +96,15 @@ subprocess.run([sys.executable, "-c", "import third_party"], check=True)
     rank = code.replace("log_to_console()", "log_to_console(rank=1)").replace('"logs")', '"logs"), rank=1')
     _run(rank, tmp_path, PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1", PYTHONWARNINGS="ignore::SyntaxWarning")
     assert "SyntaxWarning" in (tmp_path / "logs/rank-1.log").read_text()  # a rank started by a launcher
+
+
+def test_a_full_disk_leaves_the_console_readable(tmp_path: Path) -> None:
+    """Python's own handler prints a traceback for each line that it cannot write."""
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    shown = _run(
+        LINES.replace("logs.log_to_console()", "logs.log_to_console(); logs.log_to_file(Path())").replace(
+            "import logging", "import logging; from pathlib import Path"
+        ),
+        tmp_path,
+    )
+    assert "ours" in shown and "Traceback" not in shown, shown

@@ -79,9 +79,9 @@ def test_a_ctrl_c_during_a_scheduler_command_is_not_lost(nested: bool) -> None:
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     outcome = None
     try:
-        with pytest.raises(KeyboardInterrupt):
-            with processes.defer_stop_signals() if nested else contextlib.nullcontext():
-                outcome = run_command(tunnel, ["sh", "-c", "sleep 0.5; echo accepted"]).stdout
+        outer = processes.defer_stop_signals() if nested else contextlib.nullcontext()
+        with pytest.raises(KeyboardInterrupt), outer:
+            outcome = run_command(tunnel, ["sh", "-c", "sleep 0.5; echo accepted"]).stdout
     finally:
         signal.signal(signal.SIGINT, before)
     assert outcome == ("accepted\n" if nested else None)  # a job that Slurm has accepted is known

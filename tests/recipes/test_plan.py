@@ -14,7 +14,7 @@ from common import rundir
 from common.environment.merge import apply_environment
 from common.environment.sets import SETS
 from common.errors import UserError
-from common.quantities import parse_count
+from common.quantities import format_bytes, parse_count
 from common.spec import RunSpec
 from data.manifest import load_manifest
 from launcher.run_length import with_length
@@ -242,6 +242,13 @@ def test_length_and_batch_in_tokens() -> None:
 )
 def test_counts(text: str, count: int) -> None:
     assert parse_count(text, "--tokens") == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(1023, "1023 B"), (1024, "1.0 KiB"), (14 << 20, "14.0 MiB"), (3 << 30, "3.0 GiB")]
+)
+def test_a_size_has_a_unit_that_shows_it(count: int, text: str) -> None:
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize("text", ("0", "-3", "two", "", "0.2", "2 B x"))
