@@ -14,8 +14,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-import invoke
 import pytest
+from invoke.context import Context
 
 from common import processes
 from common.checkpoint_files import LIST, check_undamaged, find_damage, record_files
@@ -75,7 +75,7 @@ def test_starters_are_the_parent_and_a_launcher_on_this_machine(monkeypatch: pyt
 def test_a_ctrl_c_during_a_scheduler_command_is_not_lost(nested: bool) -> None:
     """invoke swallows KeyboardInterrupt while its command runs: without defer_stop_signals this test fails."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    tunnel: Any = types.SimpleNamespace(run=invoke.Context().run)
+    tunnel: Any = types.SimpleNamespace(run=Context().run)
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     outcome = None
     try:
