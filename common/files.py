@@ -10,17 +10,17 @@ from pathlib import Path
 _BLOCK = 4 << 20  # bytes read at a time
 
 
-def write_atomic(path: Path, text: str, *, sync: bool = True) -> None:
-    """Replace the file in one step: a reader sees the old text or the new one, also after a crash.
+def write_atomic(path: Path, content: str | bytes, *, sync: bool = True) -> None:
+    """Replace the file in one step: a reader sees the old content or the new one, also after a crash.
 
     Args:
-        sync: wait until the disk has the text. Without it a power failure can lose the file, which is right for one
+        sync: wait until the disk has the content. Without it a power failure can lose the file, which is right for one
             that is written again every few seconds.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
+    with part.open("wb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8"))
         file.flush()
         if sync:
             os.fsync(file.fileno())

@@ -2,7 +2,8 @@
 
 by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
-during the run: gates.json step0.json metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/ checkpoints/step-N/
+during the run: gates.json step0.json first-validation.npz metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/
+    checkpoints/step-N/
 command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
 after it: export.json report.html
 """
@@ -47,6 +48,7 @@ class RunDir:
         self.export = self.path / "export.json"
         self.blend = self.path / "blend.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.first_validation = self.path / "first-validation.npz"
         self.status = self.path / "status.json"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tb"

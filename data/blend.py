@@ -1,6 +1,7 @@
 """The description of a blend: which prepared corpora a run trains on, and in which shares.
 
-A blend names prepared folders with the role `new` (text to learn) or `replay` (text that should not be forgotten).
+A blend names prepared folders with the role `new` (text to learn), `replay` (text that should not be forgotten, and is
+trained on again) or `watch` (text that is only validated, to see what becomes of it).
 `data.resolve_blend` looks into the folders and computes weights, planned tokens and epochs. Imports no torch.
 """
 
@@ -25,16 +26,17 @@ class Domain(BaseModel):
     Args:
         name: short name, used in the report and for the loss of this domain.
         folder: a folder made by `launch.py data prepare`, relative to the working directory.
-        role: "new" or "replay".
+        role: "new", "replay" or "watch".
         weight: share within its role, relative to the other domains of that role. Either all domains of a role have
-            a weight or none; without weights, the shares follow the number of tokens available.
+            a weight or none; without weights, the shares follow the number of tokens available. A watched domain has
+            none, which can also be written as 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     name: str = Field(min_length=1, pattern=r"^[\w.-]+$")
     folder: Path
     role: Role
-    weight: float | None = Field(default=None, gt=0)
+    weight: float | None = Field(default=None, ge=0)
 
 
 class Blend(BaseModel):
@@ -46,8 +48,9 @@ class Blend(BaseModel):
         epochs_cap: epochs over a domain above which a warning is given.
 
     Raises:
-        UserError: an unknown key, a wrong type or value (with the path of the field), two domains of one name,
-            a replay share without a replay domain, or the other way round.
+        UserError: an unknown key, a wrong type or value (with the path of the field), two domains of one name, a weight
+            of 0 for a domain that is trained on or above 0 for a watched one, a replay share without a replay domain,
+            or the other way round.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -61,7 +64,19 @@ class Blend(BaseModel):
         except ValidationError as error:
             raise _validation_error(error) from None
         _check_names([domain.name for domain in self.domains])
+        for domain in self.domains:
+            _check_weight(domain)
         _check_share(self)
+
+    @property
+    def trained(self) -> tuple[Domain, ...]:
+        """The domains that are trained on."""
+        return tuple(domain for domain in self.domains if domain.role != "watch")
+
+    @property
+    def watched(self) -> tuple[Domain, ...]:
+        """The domains that are only validated."""
+        return tuple(domain for domain in self.domains if domain.role == "watch")
 
 
 def load_blend(path: Path) -> Blend:
@@ -119,6 +134,23 @@ def _check_names(names: Sequence[str]) -> None:
         )
 
 
+def _check_weight(domain: Domain) -> None:
+    if domain.role == "watch" and domain.weight:
+        raise UserError(
+            f"the watched domain {domain.name} has a weight",
+            expected="no weight: a watched domain is validated and never trained on",
+            found=f"weight: {domain.weight:g}",
+            do="leave the weight out, or role: replay to train on it",
+        )
+    if domain.role != "watch" and domain.weight == 0:
+        raise UserError(
+            f"the {domain.role} domain {domain.name} has a weight of 0",
+            expected="a weight above 0, or none",
+            found="weight: 0",
+            do="role: watch, to validate the domain without training on it",
+        )
+
+
 def _check_share(blend: Blend) -> None:
     """Each role gets tokens exactly when it has a domain."""
     roles = {domain.role for domain in blend.domains}
@@ -148,7 +180,7 @@ def _check_share(blend: Blend) -> None:
         raise UserError(
             "the shares do not add up to 1",
             expected="a domain of role new",
-            found=f"only replay domains, with a share of {share}",
+            found=f"only {' and '.join(sorted(roles))} domains, with a replay share of {share}",
             do="add a domain with role: new, or replay_share: 1",
         )
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from data.manifest import SPLITS
 
-Role = Literal["new", "replay"]
+Role = Literal["new", "replay", "watch"]  # a watched domain is validated and never trained on
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,28 @@ class ResolvedDomain:
 
 
 @dataclass(frozen=True)
+class ValidatedDomain:
+    """A domain that is validated and not trained on: a watched one, or a replay domain in a run without replay."""
+
+    name: str
+    role: Role
+    folder: Path
+
+
+@dataclass(frozen=True)
 class ResolvedBlend:
-    """A blend with its numbers for a run of `total_tokens` tokens."""
+    """A blend with its numbers for a run of `total_tokens` tokens.
+
+    Args:
+        domains: those that are trained on.
+        validated_only: the others.
+    """
 
     domains: tuple[ResolvedDomain, ...]
     replay_share: float
     total_tokens: int
     warnings: tuple[str, ...]
+    validated_only: tuple[ValidatedDomain, ...] = ()
 
     @property
     def weights(self) -> list[float]:
@@ -77,12 +92,17 @@ class ResolvedBlend:
     def to_json(self) -> str:
         """The content of runs/NAME/blend.json."""
         rows = [{key: value for key, value in asdict(domain).items() if key != "splits"} for domain in self.domains]
-        content = {"domains": rows, "replay_share": self.replay_share, "total_tokens": self.total_tokens}
+        content = {
+            "domains": rows,
+            "validated_only": [asdict(domain) for domain in self.validated_only],
+            "replay_share": self.replay_share,
+            "total_tokens": self.total_tokens,
+        }
         return json.dumps(content, indent=2, default=str, ensure_ascii=False) + "\n"
 
     def table(self) -> list[str]:
         """Printable lines: a header, one line per domain, the totals, the warnings."""
-        width = max(6, *(len(domain.name) for domain in self.domains))
+        width = max(6, *(len(domain.name) for domain in (*self.domains, *self.validated_only)))
         row = f"{{:<{width}}}  {{:<6}}  {{:>7}}  {{:>15}}  {{:>15}}  {{:>7}}"
         lines = [row.format("domain", "role", "share", "tokens in it", "tokens planned", "epochs")]
         for d in self.domains:
@@ -90,6 +110,7 @@ class ResolvedBlend:
             lines.append(row.format(d.name, d.role, share, f"{d.tokens_available:,}", f"{d.tokens_planned:,}", epochs))
         available = sum(d.tokens_available for d in self.domains)
         lines.append(row.format("all", "", "100.00%", f"{available:,}", f"{self.total_tokens:,}", ""))
+        lines += [f"{d.name:<{width}}  {d.role:<6}  validated, never trained on" for d in self.validated_only]
         return [*lines, *(f"warning: {line}" for line in self.warnings)]
 
 

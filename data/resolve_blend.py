@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from data.blend import Blend, Domain, parse_blend, read_yaml
-from data.blend_math import ResolvedBlend, ResolvedDomain, apportion
+from data.blend_math import ResolvedBlend, ResolvedDomain, ValidatedDomain, apportion
 from data.indexed import check_prefix
 from data.manifest import SPLITS, Manifest, load_manifest
 
@@ -22,8 +23,9 @@ def resolve_blend(blend: Blend, total_tokens: int) -> ResolvedBlend:
     """Compute weights, planned tokens and epochs of each domain for a run of `total_tokens` tokens.
 
     Raises:
-        UserError: total_tokens below 1, a folder that is no prepared corpus or has no tokens to train on, one
-            folder named twice, tokenizers that differ, weights for only some domains of a role.
+        UserError: total_tokens below 1, a folder that is no prepared corpus or has no tokens to train on (or, of a
+            watched domain, to validate), one folder named twice, tokenizers that differ, weights for only some domains
+            of a role.
         PreflightError: a .bin/.idx pair that is broken.
     """
     if total_tokens < 1:
@@ -34,13 +36,14 @@ def resolve_blend(blend: Blend, total_tokens: int) -> ResolvedBlend:
             do="trainer.max_steps=1000",
         )
     _check_folders(blend.domains)
-    manifests = [_load_domain_manifest(domain) for domain in blend.domains]
-    _check_tokenizers(blend.domains, manifests)
+    manifests = [_load_domain_manifest(domain) for domain in blend.trained]
+    _check_tokenizers((*blend.trained, *blend.watched), [*manifests, *map(_load_domain_manifest, blend.watched)])
     weights = domain_weights(blend, [manifest.splits["train"].tokens for manifest in manifests])
     tokens = plan_tokens(blend, weights, total_tokens)
-    domains = tuple(_resolve_domain(*each) for each in zip(blend.domains, manifests, weights, tokens, strict=True))
+    domains = tuple(_resolve_domain(*each) for each in zip(blend.trained, manifests, weights, tokens, strict=True))
     warnings = tuple(_find_warnings(domains, blend.epochs_cap, manifests))
-    return ResolvedBlend(domains, blend.replay_share, total_tokens, warnings)
+    validated_only = tuple(ValidatedDomain(domain.name, domain.role, domain.folder) for domain in blend.watched)
+    return ResolvedBlend(domains, blend.replay_share, total_tokens, warnings, validated_only)
 
 
 def resolve_run_blend(
@@ -54,7 +57,8 @@ def resolve_run_blend(
         total_tokens: tokens that the run trains on.
 
     Returns:
-        the resolved training blend, and name -> folder of every domain of the description, new ones first.
+        the resolved training blend, and name -> folder of every domain of the description: new ones first, watched ones
+        last.
 
     Raises:
         UserError, PreflightError: as `resolve_blend`.
@@ -62,23 +66,25 @@ def resolve_run_blend(
     blend = parse_blend(read_yaml(Path(description)) if isinstance(description, str) else description)
     domains = sorted(blend.domains, key=lambda domain: domain.role)
     share = blend.replay_share if replay_share is None else replay_share
-    trained = domains if share else [domain for domain in domains if domain.role == "new"]
-    resolved = resolve_blend(Blend(domains=trained, replay_share=share, epochs_cap=blend.epochs_cap), total_tokens)
+    kept = domains if share else [domain for domain in domains if domain.role != "replay"]
+    resolved = resolve_blend(Blend(domains=kept, replay_share=share, epochs_cap=blend.epochs_cap), total_tokens)
     _check_tokenizers(domains, [load_manifest(domain.folder) for domain in domains])
+    left_out = [ValidatedDomain(d.name, d.role, d.folder) for d in domains if d not in kept]
+    resolved = replace(resolved, validated_only=(*left_out, *resolved.validated_only))
     return resolved, {domain.name: str(domain.folder) for domain in domains}
 
 
 def domain_weights(blend: Blend, tokens_available: Sequence[int]) -> list[float]:
-    """Share of each domain in all training tokens: first by role, then by weight or by tokens available.
+    """Share of each trained domain in all training tokens: first by role, then by weight or by tokens available.
 
     Raises:
         UserError: only some domains of a role have a weight.
     """
     found = [0.0] * len(tokens_available)
     for role, share in (("new", 1.0 - blend.replay_share), ("replay", blend.replay_share)):
-        group = [i for i, domain in enumerate(blend.domains) if domain.role == role]
-        weights = [blend.domains[i].weight for i in group]
-        missing = [blend.domains[i].name for i in group if blend.domains[i].weight is None]
+        group = [i for i, domain in enumerate(blend.trained) if domain.role == role]
+        weights = [blend.trained[i].weight for i in group]
+        missing = [blend.trained[i].name for i in group if blend.trained[i].weight is None]
         if missing and len(missing) < len(group):
             raise UserError(
                 f"some {role} domains have a weight and some have none",
@@ -95,11 +101,11 @@ def domain_weights(blend: Blend, tokens_available: Sequence[int]) -> list[float]
 
 
 def plan_tokens(blend: Blend, weights: Sequence[float], total: int) -> list[int]:
-    """Planned tokens of each domain: the replay share is exact to one token, then the weights within each role."""
+    """Planned tokens of each trained domain: the replay share exact to one token, then the weights in each role."""
     found = [0] * len(weights)
     totals = apportion([1.0 - blend.replay_share, blend.replay_share], total)
     for role, role_total in zip(("new", "replay"), totals, strict=True):
-        group = [i for i, domain in enumerate(blend.domains) if domain.role == role]
+        group = [i for i, domain in enumerate(blend.trained) if domain.role == role]
         shares = apportion([weights[i] for i in group], role_total) if group else []
         for i, tokens in zip(group, shares, strict=True):
             found[i] = tokens
@@ -142,16 +148,17 @@ def _find_warnings(domains: Sequence[ResolvedDomain], epochs_cap: float, manifes
 
 
 def _load_domain_manifest(domain: Domain) -> Manifest:
-    """The manifest of a domain, after checks that it has training tokens and that its files are whole."""
+    """The manifest of a domain, after checks that it has the tokens it is for and that its files are whole."""
     manifest = load_manifest(domain.folder)
-    if manifest.splits["train"].tokens < 1:
+    needed, purpose = ("validation", "validate") if domain.role == "watch" else ("train", "train on")
+    if manifest.splits[needed].tokens < 1:
         raise UserError(
-            f"domain {domain.name} has nothing to train on",
-            expected="tokens in its train split",
+            f"domain {domain.name} has nothing to {purpose}",
+            expected=f"tokens in its {needed} split",
             found="0 tokens",
             do=f"prepare {domain.folder} again with more documents or another split",
         )
-    for split in SPLITS:
+    for split in (needed,) if domain.role == "watch" else SPLITS:
         findings = check_prefix(domain.folder / split) if manifest.splits[split].tokens else []
         if findings:
             raise findings[0]

@@ -68,7 +68,8 @@ def _copy(run: RunDir, checkpoint: Path, new: RunDir) -> None:
     run leaves those of the other.
     """
     shutil.copytree(checkpoint, new.checkpoints / checkpoint.name, copy_function=_link_or_copy)
-    for file in (run.config, run.env, run.version, run.data, run.blend, run.base, run.gates, run.step0):
+    records = (run.config, run.env, run.version, run.data, run.blend, run.base, run.gates, run.step0)
+    for file in (*records, run.first_validation):
         if file.is_file():
             shutil.copy2(file, new.path / file.name)
     write_atomic(new.spec_file, dataclasses.replace(run.spec(), name=new.name, attempt=0).to_json())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from common.domain_losses import NOT_TRAINED, change_error, format_change, name_change, read_domain_loss
 from common.run_status import FAILED
 from report.read import Row, RunFiles, finite, number
 
-UNCHANGED = 0.005  # nats per token; a smaller difference is called unchanged
+SAME_BASE = 0.01  # nats per token; two runs of one base may differ so much at step 0 (the bound of the step-0 gate)
 ALL = "validation"  # the domain's name where a run validates on one mixture only
 
 
@@ -21,7 +22,7 @@ class DomainChange:
 
     Args:
         domain: its name.
-        role: "new", "replay" or "" if the blend does not say.
+        role: "new", "replay", "watch" or "" if the blend does not say.
         base: first recorded loss in nats per token; the base model's if `base_step` is 0.
         base_step: step of that loss.
         now: newest loss, NaN if the run diverged.
@@ -29,6 +30,11 @@ class DomainChange:
         perplexity: of base and now, None where not recorded.
         bits_per_byte: of base and now, None where not recorded.
         curve: (step, loss - base), finite points only.
+        curve_errors: standard error of each point of the curve, 0 where it was not recorded.
+        error: standard error of the difference, None where it was not recorded.
+        paired: the error is of the differences document by document.
+        tokens: tokens of the newest validation, None where not recorded.
+        documents: documents that they are of.
     """
 
     domain: str
@@ -40,6 +46,11 @@ class DomainChange:
     perplexity: tuple[float | None, float | None]
     bits_per_byte: tuple[float | None, float | None]
     curve: list[tuple[int, float]]
+    curve_errors: list[float] = field(default_factory=list)
+    error: float | None = None
+    paired: bool = False
+    tokens: int | None = None
+    documents: int | None = None
 
     @property
     def delta(self) -> float:
@@ -53,14 +64,15 @@ class DomainChange:
 
     @property
     def verdict(self) -> str:
-        """The difference in words."""
-        if math.isnan(self.delta):
-            return "not a number"
-        if self.step == self.base_step:
-            return "not trained yet"
-        if abs(self.delta) < UNCHANGED:
-            return "unchanged"
-        return "learned" if self.delta < 0 else "forgotten"
+        """The difference in words; learned and forgotten only beyond two standard errors."""
+        if self.step == self.base_step and not math.isnan(self.delta):
+            return NOT_TRAINED
+        return name_change(self.delta, self.error)
+
+    @property
+    def text(self) -> str:
+        """The difference with two standard errors."""
+        return format_change(self.delta, None if self.step == self.base_step else self.error)
 
 
 @dataclass(frozen=True)
@@ -139,9 +151,9 @@ def compute_changes(files: RunFiles) -> list[DomainChange]:
                 seen.setdefault(domain, []).append((row["step"], values))
     if len(seen) > 1:
         seen.pop(ALL, None)
-    roles = {str(d.get("name")): str(d.get("role", "")) for d in blend_domains(files)}
+    roles = {str(d.get("name")): str(d.get("role", "")) for d in (*blend_domains(files), *_validated_only(files))}
     changes = [_compute_change(domain, roles.get(domain, ""), points) for domain, points in seen.items()]
-    return sorted(changes, key=lambda c: {"new": 0, "replay": 1}.get(c.role, 2))
+    return sorted(changes, key=lambda c: {"new": 0, "replay": 1, "watch": 2}.get(c.role, 3))
 
 
 def _validated_domains(row: Row) -> dict[str, dict[str, Any]]:
@@ -155,10 +167,24 @@ def _validated_domains(row: Row) -> dict[str, dict[str, Any]]:
 def _compute_change(domain: str, role: str, points: list[tuple[int, dict[str, Any]]]) -> DomainChange:
     (first, start), (last, end) = points[0], points[-1]
     base = float(start["loss"])
-    curve = [(step, float(v["loss"]) - base) for step, v in points if math.isfinite(float(v["loss"]) - base)]
+    shown = [(step, v) for step, v in points if math.isfinite(float(v["loss"]) - base)]
+    curve = [(step, float(v["loss"]) - base) for step, v in shown]
     perplexity = finite(start.get("perplexity")), finite(end.get("perplexity"))
     bits = finite(start.get("bits_per_byte")), finite(end.get("bits_per_byte"))
-    return DomainChange(domain, role, base, first, float(end["loss"]), last, perplexity, bits, curve)
+    errors = [_change_error(start, v, first)[0] or 0.0 for _, v in shown]
+    error, paired = _change_error(start, end, first)
+    newest = read_domain_loss(end)
+    return DomainChange(
+        *(domain, role, base, first, float(end["loss"]), last, perplexity, bits, curve, errors, error, paired),
+        tokens=newest.tokens if newest else None,
+        documents=newest.documents if newest else None,
+    )
+
+
+def _change_error(start: dict[str, Any], end: dict[str, Any], first_step: int) -> tuple[float | None, bool]:
+    """The standard error of the change between two validations of a domain, and whether it is paired."""
+    before, after = read_domain_loss(start), read_domain_loss(end)
+    return change_error(before, after, first_step) if before and after else (None, False)
 
 
 def baseline_name(files: RunFiles, changes: list[DomainChange]) -> str:
@@ -172,6 +198,32 @@ def blend_domains(files: RunFiles) -> list[dict[str, Any]]:
     """The entries of blend.json."""
     domains = files.records.get("blend.json", {}).get("domains")
     return [d for d in domains if isinstance(d, dict)] if isinstance(domains, list) else []
+
+
+def _validated_only(files: RunFiles) -> list[dict[str, Any]]:
+    """The domains of blend.json that are validated and not trained on."""
+    domains = files.records.get("blend.json", {}).get("validated_only")
+    return [d for d in domains if isinstance(d, dict)] if isinstance(domains, list) else []
+
+
+def describe_other_base(one: RunFiles, other: RunFiles) -> str:
+    """How the model that `other` began with differs from that of `one`; empty where they began alike.
+
+    Two runs from one base have the same record of it, and nearly the same loss at their first validation.
+    """
+    mine, theirs = one.records.get("base.json", {}), other.records.get("base.json", {})
+    if one.continued != other.continued:
+        return "one of them began untrained"
+    if one.continued and mine.get("fingerprint") != theirs.get("fingerprint"):
+        return f"{theirs.get('source', '?')} instead of {mine.get('source', '?')}"
+    before = {change.domain: change for change in compute_changes(one)}
+    for change in compute_changes(other):
+        first = before.get(change.domain)
+        if first is not None and first.base_step != change.base_step:
+            return f"first validated at step {change.base_step:,} instead of {first.base_step:,}"
+        if first is not None and not abs(first.base - change.base) <= SAME_BASE:
+            return f"{change.domain} began at {change.base:.3f} instead of {first.base:.3f} nats per token"
+    return ""
 
 
 def compute_tokens(files: RunFiles) -> list[DomainTokens]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from common.domain_losses import STANDARD_ERRORS
 from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
 from report.read import RunFiles
 from report.theme import (
@@ -64,6 +65,10 @@ def draw_validation(runs: LabelledChanges, baseline: str, width: float) -> Figur
             colour = PALETTE[domains.index(c.domain) % len(PALETTE)]
             steps, deltas = [s for s, _ in c.curve], [d for _, d in c.curve]
             few = "o" if len(steps) < 40 else ""
+            if any(c.curve_errors):
+                room = [STANDARD_ERRORS * error for error in c.curve_errors]
+                low, high = ([d + sign * r for d, r in zip(deltas, room, strict=True)] for sign in (-1, 1))
+                axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0)
             axes.plot(steps, deltas, color=colour, linestyle=DASHES[index % len(DASHES)], marker=few, markersize=3.2)
             separator = " · " if width == WIDE else "\n"
             text = f"{c.domain} {signed_tick(deltas[-1], 2)}" + (f"{separator}{label}" if len(runs) > 1 else "")

@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from common.domain_losses import STANDARD_ERRORS, format_change
 from report import theme
 from report.analysis import (
     DomainChange,
@@ -39,6 +40,7 @@ class ReportData:
         figures: name of a figure -> its SVGs (one, or one for wide and one for narrow screens).
         others: the runs it is compared with, and the changes of each.
         attempts: the starts of the run.
+        other_bases: path of a compared run that began with another model -> how that model differs.
     """
 
     files: RunFiles
@@ -50,6 +52,7 @@ class ReportData:
     figures: dict[str, list[str]]
     others: list[tuple[RunFiles, list[DomainChange]]]
     attempts: list[Attempt]
+    other_bases: dict[str, str]
 
 
 def render(data: ReportData) -> str:
@@ -69,6 +72,7 @@ def render(data: ReportData) -> str:
             lines=[f"{name}: {label}" for name, label in zip(theme.DASH_NAMES, labels.values(), strict=False)],
             memory_kind=memory_kind(data.files),
             replay_share=planned_replay_share,
+            standard_errors=STANDARD_ERRORS,
             key_facts=key_facts(data),
             configuration=configuration_tables(data.files),
             theme=theme,
@@ -94,6 +98,7 @@ def _environment() -> Environment:
         "short": short,
         "decimal": decimal,
         "percent": percent,
+        "difference": lambda change: format_change(change.delta, change.error, 3),
         "colour": lambda change: COLOURS.get(change.verdict, "plain"),
         "svg": Markup,  # figures are made by report/theme.py; matplotlib escapes the texts in them
     }

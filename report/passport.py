@@ -12,6 +12,7 @@ from common.files import write_atomic
 from common.rundir import RUNS, find_run
 from recipes.plan import Shape
 from recipes.qwen25 import QWEN25_500M
+from report.analysis import compute_changes
 from report.corpus_hashes import check_corpora
 from report.read import RunFiles, at, finite, read_run
 
@@ -95,7 +96,8 @@ def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) ->
 def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
     """The passport of a run whose files have been read."""
     items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _step0(files), _data(files, quick))
-    return Passport(files.run.name, files.run.path / "passport.json", (*items, _version(files.version), _export(files)))
+    items = (*items, _changes(files), _version(files.version), _export(files))
+    return Passport(files.run.name, files.run.path / "passport.json", items)
 
 
 def _gates(files: RunFiles) -> Item:
@@ -233,6 +235,17 @@ def _data(files: RunFiles, quick: bool) -> Item:
     if quick:
         return Item(name, "unknown", expected, "not read; `launch.py passport` reads them")
     return Item(name, "pass", expected, f"SHA-256 of {checked.files} files unchanged")
+
+
+def _changes(files: RunFiles) -> Item:
+    """What was learned and forgotten is measured on the same documents before and after, with a standard error."""
+    name, expected = "learned and forgotten", "the same documents validated at the start and last, with standard errors"
+    changes = compute_changes(files)
+    if not changes:
+        return Item(name, "not applicable", expected, "no validation is recorded")
+    if unpaired := [change.domain for change in changes if not change.paired and change.step != change.base_step]:
+        return Item(name, "unknown", expected, "no paired standard error is recorded for " + ", ".join(unpaired))
+    return Item(name, "pass", expected, "; ".join(f"{c.domain} {c.text} nats {c.verdict}" for c in changes))
 
 
 def _version(version: str) -> Item:

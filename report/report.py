@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.files import write_atomic
 from common.rundir import RUNS, find_run
-from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens
+from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens, describe_other_base
 from report.attempts import read_attempts
 from report.corpus_hashes import count_data_bytes
 from report.figures import FIGURES, LabelledChanges, draw_figures
@@ -51,16 +51,24 @@ def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]])
     quick = count_data_bytes(files.records.get("data.json", {}), files.run.path.parent.parent) > MOST_HASHED
     runs = [(files, changes), *others]
     labels = label_runs([run_files for run_files, _ in runs])
+    different = {other.run.path.as_posix(): describe_other_base(files, other) for other, _ in others}
+    different = {path: how for path, how in different.items() if how}
+    for path in different:
+        labels[path] += " (another base)"
     return ReportData(
         files=files,
         changes=changes,
         tokens=tokens,
         throughput=compute_throughput(files),
-        warnings=find_warnings(files, changes, tokens),
+        warnings=[
+            *(f"{Path(path).name} began with another model: {how}." for path, how in different.items()),
+            *find_warnings(files, changes, tokens),
+        ],
         passport=check_files(files, quick=quick),
         figures=_draw(files, [(labels[f.run.path.as_posix()], c) for f, c in runs]),
         others=others,
         attempts=read_attempts(files.run),
+        other_bases=different,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from common.domain_losses import FORGOTTEN, UNCLEAR
 from common.run_status import FAILED
 from report.analysis import DomainChange, DomainTokens, find_spikes, get_progress
 from report.read import RunFiles, number
 
 EPOCHS = 4.0  # beyond this, repeated tokens teach little (Muennighoff et al., 2023, arXiv 2305.16264)
-FORGOTTEN = 0.1  # nats per token, on a replayed or unnamed domain
+MUCH = 0.1  # nats per token, on a domain that is not new
 HOT = 0.05  # share of the samples of the GPUs
 DRIFT = 0.02  # difference between planned and consumed share of tokens
 
@@ -38,12 +39,17 @@ def _validation(changes: list[DomainChange]) -> Iterator[str]:
     for c in changes:
         if math.isnan(c.delta):
             yield f"The validation loss of {c.domain} is not a number at step {c.step:,}."
-        elif c.role == "new" and c.verdict == "forgotten":
+        elif c.role == "new" and c.verdict == FORGOTTEN:
             yield f"{c.domain} is the new domain, but its loss rose by {c.delta:.2f} nats per token."
-        elif c.delta > FORGOTTEN:
+        elif c.verdict == FORGOTTEN and c.delta > MUCH:
             yield (
                 f"{c.domain} is forgotten by {c.delta:.2f} nats per token: "
                 "consider more replay or a lower peak learning rate."
+            )
+        elif c.verdict == UNCLEAR:
+            yield (
+                f"{c.domain}: {c.text} nats per token on {c.tokens or 0:,} tokens of {c.documents or 0:,} documents is"
+                " no clear change: validate on more text (trainer.limit_val_batches)."
             )
         if c.base_step:
             yield f"{c.domain} was first validated at step {c.base_step:,}: the zero line is not the base model."

@@ -6,25 +6,58 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import numpy
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from nemo.collections.llm.gpt.model.base import get_batch_on_this_context_parallel_rank
 
+from common.domain_losses import STANDARD_ERRORS
 from common.run_status import VALIDATING
+from common.rundir import RunDir
 from data.module import data_step
 from training import heartbeat
 from training.checkpoints import StepCheckpoint
+from training.document_losses import (
+    DocumentLosses,
+    documents_of_labels,
+    documents_of_samples,
+    load_first,
+    save_first,
+)
 from training.global_totals import num_model_chunks
 from training.progress import VALIDATION_TIME, Progress
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 log = logging.getLogger("launch")
 
 
+@dataclass(frozen=True)
+class ValidationSamples:
+    """The samples of one domain that every validation reads.
+
+    Args:
+        batches: this rank's micro batches; beside the dataset's fields, `documents: int64[mbs, seq]` says for each
+            label at which place of `documents` its document stands.
+        documents: int64[n], numbers of the documents that all ranks read together, ascending.
+    """
+
+    batches: list[dict[str, torch.Tensor]]
+    documents: NDArray[Any]
+
+
 class DomainValidation(pl.Callback):
-    """Measures loss (nats per token), perplexity and bits per byte of each domain.
+    """Measures loss (nats per token), perplexity and bits per byte of each domain, with the error of the loss.
+
+    The losses are also summed by document. They give the loss its standard error, and the change since the first
+    validation a paired one (training/document_losses.py); the first one's sums are kept in first-validation.npz.
 
     NeMo's own validation takes new samples each time from one mixed loader, so that its numbers cannot be compared with
     each other. Lightning does not allow several loaders with Megatron's iterator step.
@@ -36,7 +69,8 @@ class DomainValidation(pl.Callback):
 
     def __init__(self, every_n_steps: int, batches: int) -> None:
         self.every_n_steps, self.batches = every_n_steps, batches
-        self._micro_batches: dict[str, list[dict[str, torch.Tensor]]] = {}
+        self._samples: dict[str, ValidationSamples] = {}
+        self._first: tuple[int, dict[str, DocumentLosses]] | None = None  # step and losses of the first validation
         self._last_step = -1
 
     @classmethod
@@ -63,62 +97,125 @@ class DomainValidation(pl.Callback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time of training steps that still compute is not validation's
         start, data = time.perf_counter(), trainer.datamodule
-        if not self._micro_batches:
-            self._micro_batches = {
-                name: load_micro_batches(data, dataset, self.batches)
-                for name, dataset in data.validation_sets().items()
+        if not self._samples:
+            self._samples = {
+                name: load_samples(data, dataset, self.batches) for name, dataset in data.validation_sets().items()
             }
         self._last_step = trainer.global_step
-        if not self._micro_batches:  # paths to .bin files, without the manifest that names their domains
+        if not self._samples:  # paths to .bin files, without the manifest that names their domains
             return
         model = trainer.strategy.model
         model.eval()
-        losses = {name: mean_loss(model, batches, data) for name, batches in self._micro_batches.items()}
+        found = {name: measure_losses(model, samples, data) for name, samples in self._samples.items()}
         model.train()
-        rows = {name: _measures(loss, data.domains[name]) for name, loss in losses.items()}
+        losses = {name: loss for name, (loss, _) in found.items()}
         for checkpoint in (c for c in trainer.callbacks if isinstance(c, StepCheckpoint)):
             checkpoint.domain_losses = (trainer.global_step, losses)
         if trainer.is_global_zero:
+            by_document = {name: documents for name, (_, documents) in found.items()}
+            first_step, first = self._first_validation(trainer, by_document)
+            rows = {
+                name: {
+                    **_measures(loss, data.domains[name]),
+                    **_errors(by_document[name], first.get(name), first_step),
+                }
+                for name, loss in losses.items()
+            }
             self._report(trainer, rows)
         VALIDATION_TIME.seconds += time.perf_counter() - start
 
-    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, float]]) -> None:
+    def _first_validation(
+        self, trainer: pl.Trainer, now: dict[str, DocumentLosses]
+    ) -> tuple[int, dict[str, DocumentLosses]]:
+        """Step and losses of the run's first validation, which is this one if none was kept before."""
+        run: RunDir | None = next((c.run for c in trainer.callbacks if isinstance(c, Progress)), None)
+        if self._first is None and run is not None and trainer.global_step > 0:
+            self._first = load_first(run.first_validation)
+        if self._first is None:
+            self._first = (trainer.global_step, now)
+            if run is not None:
+                save_first(run.first_validation, *self._first)
+        return self._first
+
+    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, Any]]) -> None:
         """Write the measures of each domain to the log, to the loggers (TensorBoard) and to metrics.jsonl."""
         step, mean = trainer.global_step, sum(row["loss"] for row in rows.values()) / len(rows)
         for name, row in rows.items():
-            log.info(
-                "step %d/%d | val %s | loss %.4f | ppl %.2f | %.3f bits/byte",
-                *(step, trainer.max_steps, name, row["loss"], row["perplexity"], row["bits_per_byte"]),
-            )
+            log.info("step %d/%d | val %s | %s", step, trainer.max_steps, name, _format_measures(row))
+            numbers = {f"val_{name}/{key}": value for key, value in row.items() if value is not None}
             for logger in trainer.loggers:
-                logger.log_metrics({f"val_{name}/{key}": value for key, value in row.items()}, step=step)
+                logger.log_metrics(numbers, step=step)
         for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
             progress.append_metrics({"step": step, "time": time.time(), "val_loss": mean, "validation": rows})
 
 
-def _measures(loss: float, manifest: Any) -> dict[str, float]:
+def _format_measures(row: dict[str, Any]) -> str:
+    """The measures of a domain in a line; two standard errors stand behind the loss."""
+    error = row["standard_error"]
+    loss = f"loss {row['loss']:.4f}" + ("" if error is None else f" ± {STANDARD_ERRORS * error:.4f}")
+    ppl, bits = f"ppl {row['perplexity']:.2f}", f"{row['bits_per_byte']:.3f} bits/byte"
+    return f"{loss} | {ppl} | {bits} | {row['tokens']:,} tokens"
+
+
+def _measures(loss: float, manifest: Any) -> dict[str, Any]:
     """Loss, perplexity and bits per byte from a loss in nats per token (end-of-document tokens included)."""
     split = manifest.splits["validation"]
     bits = loss / math.log(2) * split.tokens / max(1, split.text_bytes)
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "bits_per_byte": bits}
 
 
-def load_micro_batches(data: Any, dataset: Any, batches: int) -> list[dict[str, torch.Tensor]]:
+def _errors(now: DocumentLosses, first: DocumentLosses | None, first_step: int) -> dict[str, Any]:
+    """What metrics.jsonl holds beside the measures; common/domain_losses.py says what each number is."""
+    row: dict[str, Any] = {
+        "tokens": round(float(now.tokens.sum())),
+        "documents": int((now.tokens > 0).sum()),
+        "standard_error": now.standard_error(),
+    }
+    if first is not None and (change := now.change_since(first)) is not None:
+        row |= {"change": change[0], "change_standard_error": change[1], "change_since": first_step}
+    return row
+
+
+def load_samples(data: Any, dataset: Any, batches: int) -> ValidationSamples:
     """Load this rank's share of the first `batches` global batches of `dataset` as micro batches."""
     rank, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     size = data.micro_batch_size * replicas
     wanted = min(batches * data.global_batch_size, len(dataset)) // size * size or size
     own = [i % len(dataset) for i in range(wanted) if i // data.micro_batch_size % replicas == rank]
     chunks = [own[i : i + data.micro_batch_size] for i in range(0, len(own), data.micro_batch_size)]
-    return [torch.utils.data.default_collate([dataset[i] for i in chunk]) for chunk in chunks]
+    documents = documents_of_samples(dataset, min(wanted, len(dataset)))
+
+    def load(index: int) -> dict[str, Any]:
+        places = numpy.searchsorted(documents, documents_of_labels(dataset, index))
+        return {**dataset[index], "documents": torch.from_numpy(places)}
+
+    collate = torch.utils.data.default_collate
+    return ValidationSamples([collate([load(i) for i in chunk]) for chunk in chunks], documents)
 
 
-def mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], data: Any) -> float:
-    """Mean loss per token (nats) over `batches` and all ranks, through Megatron's own forward schedule."""
+def measure_losses(model: Any, samples: ValidationSamples, data: Any) -> tuple[float, DocumentLosses]:
+    """Mean loss per token (nats) over `samples` and all ranks, and the sums by document."""
+    device = torch.cuda.current_device()
+    by_document = torch.zeros(2, len(samples.documents), dtype=torch.float64, device=device)
+    loss = mean_loss(model, samples.batches, data, by_document)
+    torch.distributed.all_reduce(by_document)
+    by_document /= parallel_state.get_tensor_model_parallel_world_size()  # its ranks count the same tokens
+    losses, tokens = by_document.cpu().numpy()
+    return loss, DocumentLosses(samples.documents, losses, tokens)
+
+
+def mean_loss(
+    model: Any, batches: list[dict[str, torch.Tensor]], data: Any, by_document: torch.Tensor | None = None
+) -> float:
+    """Mean loss per token (nats) over `batches` and all ranks, through Megatron's own forward schedule.
+
+    Args:
+        by_document: float64[2, documents]; this rank's losses and tokens are added at the places that the batches name.
+    """
     chunks = num_model_chunks()
     with torch.no_grad():
         outputs = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, by_document=by_document),
             data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
             model=model.pipeline,
             num_microbatches=len(batches),
@@ -133,8 +230,11 @@ def mean_loss(model: Any, batches: list[dict[str, torch.Tensor]], data: Any) -> 
     return float(total[0] / total[1])
 
 
-def _forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    batch: dict[str, Any] = data_step(batches)
+def _forward_step(
+    batches: Iterator[Any], model: Any, by_document: torch.Tensor | None
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    item = next(batches)
+    batch: dict[str, Any] = data_step(iter([item]))
     out = model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
@@ -144,6 +244,12 @@ def _forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Cal
 
     def sums(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mask = batch["loss_mask"].double()
-        return losses.mean(), {"sums": torch.stack([(losses.double() * mask).sum(), mask.sum()])}
+        masked = losses.double() * mask
+        if by_document is not None:  # split over the context-parallel ranks as the batch is
+            part = {"documents": item["documents"].to(losses.device)}
+            places = get_batch_on_this_context_parallel_rank(part)["documents"].flatten()
+            by_document[0].index_add_(0, places, masked.flatten())
+            by_document[1].index_add_(0, places, mask.flatten())
+        return losses.mean(), {"sums": torch.stack([masked.sum(), mask.sum()])}
 
     return out, sums

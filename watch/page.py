@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common import run_status
+from common.domain_losses import NOT_TRAINED, format_change
 from common.run_status import Heartbeat
 from watch.records import Row
 from watch.snapshot import Snapshot
@@ -66,13 +67,28 @@ def _rates(snapshot: Snapshot) -> Iterator[Text]:
     if losses:
         last = f"  {losses[-1]:.4f}" + (f", lr {status.lr:.2e}" if status.lr is not None else "")
         yield _line("loss", sparkline(losses) + last)
-    if records.validation and isinstance(loss := records.validation[-1].get("val_loss"), int | float):
-        yield _line("validation", f"{loss:.4f} in step {records.validation[-1]['step']}")
+    for position, text in enumerate(_validation(snapshot)):
+        yield _line("" if position else "validation", text)
     if status.tokens_per_second is not None and status.step_seconds is not None:
         usual = records.tokens_per_second_median
         compared = f", {status.tokens_per_second / usual:.0%} of this run's median" if usual else ""
         text = f"{status.tokens_per_second:,.0f} tokens/s, {status.step_seconds:.3f} s per step"
         yield _line("rate", text + compared)
+
+
+def _validation(snapshot: Snapshot) -> Iterator[str]:
+    """The newest validation: a line per domain, or one for all where the run validates on a mixture only."""
+    rows = snapshot.records.validation
+    if not rows:
+        return
+    found = snapshot.validation()
+    for name, domain in found.items():
+        text = f"{name} {domain['loss']:.4f} in step {rows[-1]['step']}"
+        if domain["verdict"] not in ("", NOT_TRAINED):
+            text += f", {format_change(domain['change'], domain['change_standard_error'], 3)} {domain['verdict']}"
+        yield text + (f" ({domain['tokens']:,} tokens)" if domain["tokens"] else "")
+    if not found and isinstance(loss := rows[-1].get("val_loss"), int | float):
+        yield f"{loss:.4f} in step {rows[-1]['step']}"
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

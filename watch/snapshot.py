@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import run_status
+from common.domain_losses import NOT_TRAINED, change_error, name_change, read_domain_losses
 from common.json_files import read_json_list
 from common.rundir import RunDir
 from watch.records import Records, Row, read_records
@@ -43,6 +44,25 @@ class Snapshot:
         nodes = {row.get("node", 0): row for row in self.records.samples}
         return [nodes[node] for node in sorted(nodes)]
 
+    def validation(self) -> dict[str, dict[str, Any]]:
+        """The newest validation by domain: loss, tokens, change since the first one, its error, and the verdict."""
+        if not self.records.validation:
+            return {}
+        first_row, last_row = self.records.validation[0], self.records.validation[-1]
+        first, found = read_domain_losses(first_row), {}
+        for name, domain in read_domain_losses(last_row).items():
+            row: dict[str, Any] = {"loss": domain.loss, "tokens": domain.tokens, "documents": domain.documents}
+            change, error = domain.change, domain.change_standard_error
+            if change is None and name in first:  # a run of an earlier version, or one resumed from there
+                change = domain.loss - first[name].loss
+                error = change_error(first[name], domain, first_row["step"])[0]
+            verdict = "" if change is None else name_change(change, error)
+            if last_row["step"] in (first_row["step"], domain.change_since):
+                verdict = NOT_TRAINED
+            row |= {"standard_error": domain.standard_error, "change": change, "change_standard_error": error}
+            found[name] = {**row, "verdict": verdict}
+        return found
+
     def to_row(self) -> dict[str, Any]:
         """Plain values; a number that is not finite is null, and named in the warnings."""
         records, status = self.records, self.records.status
@@ -56,6 +76,9 @@ class Snapshot:
             "max_steps": status.max_steps,
             "loss": status.loss,
             "validation_loss": records.validation[-1].get("val_loss") if records.validation else None,
+            "validation": {
+                name: {key: _finite(value) for key, value in row.items()} for name, row in self.validation().items()
+            },
             "lr": status.lr,
             "grad_norm": records.training[-1].get("grad_norm") if records.training else None,
             "tokens_per_second": status.tokens_per_second,

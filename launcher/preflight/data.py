@@ -87,7 +87,8 @@ def _check_blend(plan: Plan) -> Iterator[Finding]:
         yield warning(text, expected="4 epochs or fewer", found=text, do="fewer steps, another weight, or more text")
     for folder in map(Path, folders.values()):
         yield from _check_manifest(plan, folder)
-        for split in ("train", "validation"):
+        watched = str(folder) in {str(domain.folder) for domain in trained.validated_only if domain.role == "watch"}
+        for split in ("validation",) if watched else ("train", "validation"):
             yield from _check_length(replace(plan, max_steps=1), split, folder / split)
 
 

@@ -76,6 +76,31 @@ def test_a_run_can_replace_the_replay_share(
         resolve_run_blend(_fields(sample), 1.0)
 
 
+def test_a_watched_domain_is_validated_and_never_trained_on(sample: Path, tmp_path: Path) -> None:
+    """It has no weight, changes nobody's share, needs validation tokens only, and keeps its role in blend.json."""
+    copy = Path(shutil.copytree(sample / "code", tmp_path / "news"))
+    _change(copy, split="train")
+    watched = {"name": "news", "folder": str(copy), "role": "watch"}
+    fields = _fields(sample)
+    fields["domains"].insert(0, watched)
+    for share, trained in ((None, {"code": 0.75, "prose": 0.25}), (0.0, {"code": 1.0})):
+        found, folders = resolve_run_blend(fields, share, 10_000)
+        assert {domain.name: domain.weight for domain in found.domains} == trained
+        assert list(folders) == ["code", "prose", "news"]
+        assert str(copy) not in str(found.paths)
+        only = {row["name"]: row["role"] for row in json.loads(found.to_json())["validated_only"]}
+        assert only == ({"news": "watch"} if share is None else {"prose": "replay", "news": "watch"})
+        assert any("news" in line and "never trained on" in line for line in found.table())
+    watched["weight"] = 0
+    assert resolve_blend(parse_blend(fields), 10).weights == [0.75, 0.25]
+    watched["weight"] = 1
+    _refused(fields, "the watched domain news has a weight", "never trained on")
+    del watched["weight"]
+    _refused({"domains": [watched]}, "the shares do not add up", "watch")
+    _change(copy, split="validation")
+    _refused(fields, "news has nothing to validate")
+
+
 def test_domains_that_are_only_validated_need_the_same_tokenizer(sample: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(sample / "prose", tmp_path / "copy"))
     _change(copy, fingerprint="0" * 64)
@@ -122,7 +147,9 @@ def test_wrong_descriptions(sample: Path) -> None:
     _refused(_fields(sample, replay=0.1), "the keys domains, replay_share")
     _refused(_fields(sample, domains=_domain(sample, 1, wieght=2)), "domains[1].wieght")
     _refused(_fields(sample, domains=_domain(sample, 0, role="old")), "domains[0].role", "'old'")
-    _refused(_fields(sample, domains=_domain(sample, 0, weight=0)), "domains[0].weight", "greater than 0")
+    _refused(_fields(sample, domains=_domain(sample, 0, weight=0)), "code has a weight of 0", "role: watch")
+    _refused(_fields(sample, domains=_domain(sample, 0, weight=-1)), "domains[0].weight", "greater than or equal to 0")
+    _refused(_fields(sample, domains=_domain(sample, 1, role="validation")), "domains[1].role", "'watch'")
     _refused(_fields(sample, domains=_domain(sample, 0, weight=math.nan)), "domains[0].weight")
     _refused(_fields(sample, domains=[{"name": "x"}]), "domains[0].folder, domains[0].role")
     _refused(_fields(sample, replay_share=25), "replay_share", "less than or equal to 1")

@@ -28,7 +28,7 @@ def _edit(run: RunDir, file: str, **changes: Any) -> None:
 
 def test_a_complete_run_passes(tmp_path: Path) -> None:
     result = make_passport(write_run(tmp_path).name, root=tmp_path / "runs")
-    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 10
+    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 11
     assert result.ok() and result.ok(strict=True) and result.exit_code(strict=True) == 0
     saved = json.loads(result.save().read_text())
     assert saved["ok_strict"] is True and saved["items"][1]["expected"] == "1,263,744 parameters"
@@ -173,4 +173,4 @@ def test_it_is_shown_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:
     Console(file=stream, width=160).print(result.table())
     assert "tied embeddings" in stream.getvalue() and "fail" in stream.getvalue()
     page = write_report(run.path).read_text()
-    assert page.count('class="state fail"') == 1 and "9 of 10" in Text(page).text and "1 failed" in Text(page).text
+    assert page.count('class="state fail"') == 1 and "10 of 11" in Text(page).text and "1 failed" in Text(page).text

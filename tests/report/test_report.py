@@ -18,6 +18,7 @@ import pytest
 from common.errors import UserError
 from common.rundir import RunDir
 from report.analysis import compute_changes, compute_tokens, find_spikes, percentile
+from report.passport import check_files
 from report.read import read_run
 from report.report import write_report
 
@@ -74,8 +75,18 @@ def _validated(step: int, part: float, forgotten: float, domains: tuple[str, str
     new = 5.02 - 1.31 * (1 - math.exp(-4 * part)) / (1 - math.exp(-4))
     old = 3.91 + forgotten * math.sqrt(part)
     split = {
-        name: {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": loss / math.log(2) / 3.6}
-        for name, loss in zip(domains, (new, old), strict=True)
+        name: {
+            "loss": loss,
+            "perplexity": math.exp(loss),
+            "bits_per_byte": loss / math.log(2) / 3.6,
+            "tokens": 16_384,
+            "documents": 31,
+            "standard_error": 0.11,
+            "change": loss - start,
+            "change_standard_error": 0.01 if step else 0.0,
+            "change_since": 0,
+        }
+        for name, loss, start in zip(domains, (new, old), (5.02, 3.91), strict=True)
     }
     return {"step": step, "time": 1.8e9 + 0.4 * step, "val_loss": (new + old) / 2, "validation": split}
 
@@ -204,10 +215,12 @@ def test_a_complete_run(tmp_path: Path) -> None:
     page = path.read_text()
     seen = Text(page)
     assert path == run.path / "report.html"
-    assert "code \u22121.31 nats learned · prose +0.42 nats forgotten" in seen.text
+    assert "code \u22121.31 ± 0.02 nats learned · prose +0.42 ± 0.02 nats forgotten" in seen.text
+    assert "± is 2 standard errors over documents, of the differences of each document" in seen.text
+    assert "on 16.4K tokens of 31 documents" in seen.text
     assert "5.020 \u2192 3.710 nats per token" in seen.text
     assert "finished, 400 steps" in seen.text
-    assert "10 of 10 all passed" in seen.text
+    assert "11 of 11 all passed" in seen.text
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text
@@ -252,7 +265,41 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     seen = Text(write_report("with", against=["without"], root=tmp_path / "runs").read_text())
     assert "prose +0.97 · 0% replay" in seen.text  # the label at the curve's end
     assert "prose +0.12 · 25% replay" in seen.text
-    assert re.search(r"without 0% 400 \u22121.310 \+0.970", seen.text)
+    assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
+
+
+def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
+    """By the record of its base, or by another loss before the first step."""
+    run, other = write_run(tmp_path, "one"), write_run(tmp_path, "two")
+    assert "another" not in Text(write_report(run.path, against=[other.path]).read_text()).text
+    base = {"source": "exports/other", "checkpoint": "checkpoints/other", "fingerprint": "11" * 32}
+    (other.path / "base.json").write_text(json.dumps(base))
+    text = Text(write_report(run.path, against=[other.path]).read_text()).text
+    assert "two began with another model: exports/other instead of exports/base." in text
+    assert "two another: exports/other instead of exports/base" in text and "two (another base)" in text
+    (run.path / "base.json").unlink()
+    (other.path / "base.json").unlink()
+    other.metrics.write_text(other.metrics.read_text().replace('"loss": 5.02,', '"loss": 5.2,'))
+    text = Text(write_report(run.path, against=[other.path]).read_text()).text
+    assert "two began with another model: code began at 5.200 instead of 5.020 nats per token." in text
+
+
+def test_learned_and_forgotten_are_said_beyond_two_standard_errors_only(tmp_path: Path) -> None:
+    run = write_run(tmp_path, forgotten=0.014)
+    text = Text(write_report(run.path).read_text()).text
+    assert "prose +0.01 ± 0.02 nats no clear change" in text
+    assert "prose: +0.01 ± 0.02 nats per token on 16,384 tokens of 31 documents is no clear change" in text
+    assert {i.name: i.state for i in check_files(read_run(run)).items}["learned and forgotten"] == "pass"
+    names = "tokens documents standard_error change change_standard_error change_since".split()  # noqa: SIM905
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for row in rows:
+        for values in row.get("validation", {}).values():
+            for name in names:
+                del values[name]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = Text(write_report(run.path).read_text()).text  # a run of an earlier version
+    assert "prose +0.01 nats forgotten" in text and "standard errors over documents" not in text
+    assert {i.name: i.state for i in check_files(read_run(run)).items}["learned and forgotten"] == "unknown"
 
 
 def test_an_empty_run(tmp_path: Path) -> None:

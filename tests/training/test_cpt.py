@@ -62,12 +62,34 @@ def test_continue_with_replay(sample: Path, base: Path, forked: Callable[..., An
     assert abs(step0["megatron_loss"] - step0["hf_loss"]) <= 1e-5
     assert rows[0]["validation"].keys() == {"code", "prose"}
     assert rows[0]["step"] == 0
+    _check_errors(run, rows)
     code, prose = count_planned_samples([0.75, 0.25], 10 * 4)
     assert rows[-1]["consumed_tokens"] == {"code": code * 256, "prose": prose * 256}
     gates = json.loads(run.gates.read_text())
     assert gates["tied"] is True
     assert len(set(gates["manifest_fingerprints"].values())) == 1
     _check_report_and_passport(run)
+
+
+def _check_errors(run: RunDir, rows: list[dict[str, Any]]) -> None:
+    """Every validation has its tokens and standard error; the change is paired with the first one."""
+    from training.document_losses import load_first
+
+    validated = [row for row in rows if "validation" in row]
+    kept = load_first(run.first_validation)
+    assert kept is not None and kept[0] == 0
+    for name, documents in kept[1].items():
+        first = validated[0]["validation"][name]
+        assert documents.losses.sum() / documents.tokens.sum() == pytest.approx(first["loss"], rel=1e-12)
+        assert documents.tokens.sum() == first["tokens"] == 8 * 4 * 256
+        assert (first["change"], first["change_standard_error"]) == (0.0, 0.0)
+        for row in validated:
+            found = row["validation"][name]
+            assert found["change"] == pytest.approx(found["loss"] - first["loss"], abs=1e-9)
+            assert found["tokens"] == first["tokens"] and found["documents"] == first["documents"] > 2
+            assert found["change_since"] == 0
+        last = validated[-1]["validation"][name]
+        assert last["change_standard_error"] > 0
 
 
 def _check_report_and_passport(run: RunDir) -> None:

@@ -80,6 +80,30 @@ def test_the_page_of_a_failed_run(make_run: Make) -> None:
     assert "to go" not in text
 
 
+def test_validation_by_domain_with_its_error(make_run: Make) -> None:
+    """Learned or forgotten beyond two standard errors only; rows of earlier versions have the smallest change only."""
+    run = make_run(step=40)
+    first = {"code": {"loss": 5.0}, "prose": {"loss": 3.0}, "old": {"loss": 4.0}}
+    errors = {"tokens": 4096, "documents": 9, "standard_error": 0.2, "change_standard_error": 0.01, "change_since": 0}
+    now = {
+        "code": {"loss": 4.5, "change": -0.5, **errors},
+        "prose": {"loss": 3.015, "change": 0.015, **errors},
+        "old": {"loss": 4.015},
+    }
+    rows = [{"step": 0, "validation": first}, {"step": 40, "val_loss": 3.8, "validation": now}]
+    write_rows(run.metrics, rows)
+    text = _text(page(take_snapshot(run, START)))
+    assert "validation  code 4.5000 in step 40, \u22120.500 ± 0.020 learned (4,096 tokens)" in text
+    assert "prose 3.0150 in step 40, +0.015 ± 0.020 no clear change (4,096 tokens)" in text
+    assert "old 4.0150 in step 40, +0.015 forgotten\n" in text
+    found = take_snapshot(run, START).to_row()["validation"]
+    assert {name: row["verdict"] for name, row in found.items()} == {
+        "code": "learned", "prose": "no clear change", "old": "forgotten",
+    }  # fmt: skip
+    write_rows(run.metrics, rows[:1])
+    assert take_snapshot(run, START).to_row()["validation"]["code"]["verdict"] == "not trained yet"
+
+
 def test_a_silent_run_is_not_shown_as_training(make_run: Make) -> None:
     run = make_run()
     RankState(rank=0, host="node-a", phase="training", step=40, time=START + 60).write(run.attempt(1))
