@@ -23,10 +23,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from bench.faults import ROOT, DrilledRun, flip_bit, kill, wait_for
 
 LIMIT_S = 300.0  # for anything that must happen: longer is a hang
 SAVE_EVERY = 5  # steps
+UNHURT = 10  # steps of the same attempt after which a fault has ended nothing
 STOPPED = "stop a rank for 3 s"  # the one fault that ends no attempt
 
 
@@ -51,6 +54,7 @@ class Drill:
     ranks: int
     disk: Path | None
     tallies: dict[str, Tally] = field(default_factory=dict)
+    fault: str = "none"
 
     def faults(self) -> dict[str, Callable[[], bool]]:
         """Name -> what does the fault; False if its moment did not come."""
@@ -79,11 +83,12 @@ class Drill:
         name = self.rng.choice(list(self.faults()))
         start, step, starts = time.monotonic(), self.run.last_step(), self.run.starts
         attempts = len(self.run.run.attempts)
+        self.fault = f"{name}, step {step}"
         if self.run.exit_code() is None and not self.faults()[name]():
             return
-        if name != STOPPED:
-            self.continue_until(lambda: len(self.run.run.attempts) > attempts or self.run.is_finished)
-        self.continue_until(lambda: self.run.last_step() > step or self.run.is_finished)
+        if name != STOPPED:  # a child that the run did not need any more may have been hit: then it trains on
+            self.continue_until(lambda: len(self.run.run.attempts) > attempts or self.run.last_step() >= step + UNHURT)
+        self.continue_until(lambda: self.run.last_step() > step)
         tally = self.tallies.setdefault(name, Tally())
         tally.seconds.append(time.monotonic() - start)
         tally.by_command += self.run.starts > starts
@@ -92,14 +97,20 @@ class Drill:
     def continue_until(self, condition: Callable[[], bool]) -> None:
         """Wait; start the run again when its launcher has ended."""
         end = time.monotonic() + LIMIT_S
-        while not condition():
+        while not (condition() or self.run.is_finished):
             if time.monotonic() > end:
-                raise TimeoutError(f"the run did not go on within {LIMIT_S:.0f} s: see {self.run.output[-1]}")
+                raise TimeoutError(f"the run did not go on within {LIMIT_S:.0f} s:\n{self._describe()}")
             if self.run.exit_code() is not None and not self.run.is_finished:
                 wait_for(lambda: not self.run.ranks(), LIMIT_S)  # without a launcher they save and stop
                 print(f"  the launcher ended with {self.run.exit_code()}: {self.run.last_words()}", flush=True)
                 self.run.start()
             time.sleep(0.1)
+
+    def _describe(self) -> str:
+        """What a person needs to know of a run that does not go on."""
+        processes = [f"{p.pid} {p.status()} {' '.join(p.cmdline())}" for p in map(psutil.Process, self.run.processes())]
+        lines = self.run.output[-1].read_text(errors="replace").splitlines()[-15:]
+        return "\n".join([f"the last fault: {self.fault}", *processes, *lines])
 
     def _rank(self) -> int | None:
         alive = self.run.ranks()
@@ -194,7 +205,7 @@ def run_drill(folder: Path, options: argparse.Namespace) -> bool:
         end = time.monotonic() + 60 * options.minutes
         while time.monotonic() < end and not run.is_finished and _count(drill) < options.faults:
             drill.do_one()
-        drill.continue_until(lambda: run.is_finished)
+        drill.continue_until(lambda: False)
         alike = run.weights() == undisturbed.weights() and run.losses() == undisturbed.losses()
         _print_table(drill, alike)
     return alike
