@@ -8,6 +8,7 @@ makes; for others the paths are checked when NeMo has been imported (`overrides.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ _LIBRARIES = ("nemo_toolkit", "megatron-core", "lightning")
 _PLAIN = {"recipes.build.assemble", "pretrain"}  # the names in a function that changes nothing
 
 
+@functools.cache
 def versions() -> str:
     """The first line of the list: the versions of the libraries whose classes it was read from."""
     found = []

@@ -37,12 +37,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the fork server before the workers of pytest-xdist, which are forks too."""
     config.stash[_SERVING] = ExitStack()
+    if "not nemo" in config.option.markexpr:  # transformers imports torch beside a tokenizer unless this says no
+        os.environ.update(USE_TORCH="0", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
     if config.getoption("numprocesses", 0) and "not nemo" not in config.option.markexpr:
         config.stash[_SERVING].enter_context(fork_server.serving())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start it for the processes of the tests that need NeMo."""
+    if "not nemo" in session.config.option.markexpr and (heavy := {"nemo", "torch"} & set(sys.modules)):
+        raise pytest.UsageError(f"a file of tests without pytest.mark.nemo imports {' and '.join(sorted(heavy))}")
     if any(item.get_closest_marker("nemo") for item in session.items) and not session.config.option.collectonly:
         session.config.stash[_SERVING].enter_context(fork_server.serving())
 

@@ -75,7 +75,7 @@ def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
     write_atomic(path, json.dumps({"n": [0] * 10000}))
 
     def write() -> None:
-        for number in range(200):
+        for number in range(50):
             write_atomic(path, json.dumps({"n": [number] * 10000}))
         done.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import subprocess
@@ -16,14 +17,22 @@ GLOSSARY = ROOT / "docs/glossary.md"
 TERMS = ["nats", "rank", "gate", "preflight", "EOD", "TP", "PP", "VP", "DP", "CP", "MFU", "lever", "NVLS", "replay"]
 
 
-@pytest.mark.parametrize(("page", "arguments"), commands("python launch.py "))
-def test_command_parses(page: str, arguments: str) -> None:
-    """Options and arguments are the ones that launch.py has; nothing is run."""
+@functools.cache
+def _command_line() -> Any:
+    """The parser of launch.py, built once: it takes longer than to parse a command."""
     import typer.main
 
     import launch
 
-    command: Any = typer.main.get_command(launch.app)
+    return typer.main.get_command(launch.app)
+
+
+@pytest.mark.parametrize(("page", "arguments"), commands("python launch.py "))
+def test_command_parses(page: str, arguments: str) -> None:
+    """Options and arguments are the ones that launch.py has; nothing is run."""
+    import typer
+
+    command = _command_line()
     words = shlex.split(arguments)
     context: Any = typer.Context(command)
     if words[0] in [name for option in command.get_params(context) for name in option.opts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 import launch as command_line
 from common.errors import EXIT_PREFLIGHT, EXIT_USER
@@ -91,6 +93,9 @@ PREFLIGHT = (
 )
 
 
+_get_command = functools.cache(typer.main.get_command)  # to build it takes longer than most tests
+
+
 class Accepted(Exception):
     """The command came to the point where NeMo is imported."""
 
@@ -106,6 +111,7 @@ def _as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         raise Accepted
 
     monkeypatch.setattr(build, "build", accept)
+    monkeypatch.setattr(typer.main, "get_command", _get_command)
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -14,6 +14,8 @@ import torch
 from common import logs
 from training import progress
 
+pytestmark = pytest.mark.nemo
+
 
 @pytest.mark.parametrize(
     ("seconds", "text"),

@@ -71,7 +71,7 @@ def test_gigatoken_path_equals_hf_on_any_unicode(spec: EncoderSpec) -> None:
     needs_gigatoken(spec)
     fast, slow = Encoder(spec), Encoder(replace(spec, backend="hf"))
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(TEXTS)
     def check(texts: list[str]) -> None:
         assert encode(fast, texts) == encode(slow, texts)

@@ -12,10 +12,23 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from data.manifest import load_manifest
+from data.manifest import Manifest, load_manifest
 from data.prepare.prepare import prepare_corpus
+from data.prepare.request import PrepareRequest
 from data.prepare.shard import run_shard
 from tests.data.corpora import contents, make_texts, prepare_and_kill, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> tuple[PrepareRequest, Manifest]:
+    """A request that was never interrupted, and what it gave."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = write_jsonl(folder / "a.jsonl", make_texts(500) + make_texts(100))
+    request = PrepareRequest(
+        inputs=[str(source)], output=folder / "out", tokenizer=str(tokenizer_dir), split="80,10,10", shard_bytes=20_000,
+        dedup=True, workers=1,
+    )  # fmt: skip
+    return request, prepare_corpus(request)
 
 
 @pytest.mark.parametrize(
@@ -31,18 +44,21 @@ from tests.data.corpora import contents, make_texts, prepare_and_kill, write_jso
     ],
 )
 def test_a_run_killed_anywhere_continues_to_the_same_bytes(
-    tmp_path: Path, ask: Any, monkeypatch: pytest.MonkeyPatch, target: str, calls: int
+    tmp_path: Path,
+    whole: tuple[PrepareRequest, Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    calls: int,
 ) -> None:
     monkeypatch.setattr("data.prepare.merge.SYNC_BYTES", 4_000)
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(500) + make_texts(100))
-    whole = prepare_corpus(ask(source, output=tmp_path / "whole" / "out", dedup=True))
-    assert sum(split.duplicates_dropped for split in whole.splits.values()) == 100
-    request = ask(source, dedup=True)
+    uninterrupted, manifest = whole
+    assert sum(split.duplicates_dropped for split in manifest.splits.values()) == 100
+    request = replace(uninterrupted, output=tmp_path / "out")
     prepare_and_kill(request, target, calls)
     if (target, calls) not in [("data.prepare.publish.load_manifest", 1), ("shutil.rmtree", 3)]:
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".partial"]
-    assert prepare_corpus(request) == whole
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole" / "out")
+    assert prepare_corpus(request) == manifest
+    assert contents(tmp_path / "out") == contents(Path(uninterrupted.output))
     assert not (tmp_path / "out" / ".partial").exists()
 
 

@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, ask: Any) -> None
 
 
 def test_ranges_of_a_line_file_lose_and_double_nothing(tmp_path: Path, ask: Any) -> None:
-    texts = make_texts(300)
+    texts = make_texts(60)
     path = tmp_path / "a.txt"
     path.write_text("\r\n".join(texts), newline="")
     for size in (101, 997, 10_000_000):
