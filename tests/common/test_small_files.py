@@ -40,7 +40,7 @@ def test_devices_pipes_and_large_files_are_refused(tmp_path: Path, reader: str) 
 
 
 @pytest.mark.parametrize("reader", ["run file", "cluster file", "blend"])
-@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]\n", "a: " + "[" * 2_000, "a: 2024-99-99\n"])
+@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]\n", "a: " + "[\n" * 2_000, "a: 2024-99-99\n"])
 def test_yaml_that_stands_for_endless_values_is_refused(tmp_path: Path, reader: str, text: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(UserError, match="a.yaml"):

@@ -264,10 +264,13 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert bad in " ".join(seen.words) and "run & <b>" in seen.text and "</pre><script>1</script>" in seen.text
 
 
-def test_runs_are_compared(tmp_path: Path) -> None:
+def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path, "without", forgotten=0.97, share=0.0)
-    write_run(tmp_path, "with", forgotten=0.12, share=0.25)
-    seen = Text(write_report("with", against=["without"], root=tmp_path / "runs").read_text())
+    run = write_run(tmp_path, "with", forgotten=0.12, share=0.25)
+    run.gates.write_text(json.dumps({**json.loads(run.gates.read_text()), "tied": False}))
+    page = write_report("with", against=["without"], root=tmp_path / "runs").read_text()
+    seen = Text(page)
+    assert page.count('class="state fail"') == 1 and "10 of 11" in seen.text and "1 failed" in seen.text
     assert "prose +0.97 · 0% replay" in seen.text  # the label at the curve's end
     assert "prose +0.12 · 25% replay" in seen.text
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)

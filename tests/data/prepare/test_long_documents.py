@@ -70,7 +70,7 @@ def test_pieces_have_the_ids_of_the_whole(
     assert encoder._can_cut
     pieces = 0
 
-    @settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(1, 12))
     def check(texts: list[str], characters: int) -> None:
         nonlocal pieces

@@ -53,7 +53,7 @@ def test_every_format_gives_the_same_documents(tmp_path: Path, ask: Any) -> None
     wanted = None
     for path in sorted(folder.iterdir()):
         options = {"txt_unit": "paragraph"} if path.name == "g.txt" else {}
-        prepare_corpus(ask(path, output=tmp_path / path.name, shard_bytes=3_000, **options))
+        prepare_corpus(ask(path, output=tmp_path / path.name, shard_bytes=10_000, **options))
         found = [(tmp_path / path.name / name).read_bytes() for name in FILES]
         wanted = wanted or found
         assert found == wanted, path.name
