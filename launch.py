@@ -238,6 +238,19 @@ def report(
 
 
 @app.command(rich_help_panel=AFTERWARDS)
+def send(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    services: Annotated[str, typer.Argument(help="wandb, mlflow, or wandb+mlflow.")],
+) -> None:
+    """Send a run to W&B or MLflow: what they do not have yet. A run that trains is followed."""
+    from common.rundir import find_run
+    from report.send.command import send_run
+
+    _console()
+    raise typer.Exit(0 if send_run(find_run(run), services) else 1)
+
+
+@app.command(rich_help_panel=AFTERWARDS)
 def passport(
     run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
     strict: Annotated[bool, typer.Option("--strict", help="Exit 1 if an item failed or is unknown.")] = False,

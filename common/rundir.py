@@ -3,7 +3,7 @@
 by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
 during the run: gates.json step0.json first-validation.npz metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/
-    checkpoints/step-N/
+    checkpoints/step-N/ logger-SERVICE.json (where log.loggers names one)
 command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
 after it: export.json report.html
 """
@@ -58,6 +58,10 @@ class RunDir:
     def at(cls, path: str | Path) -> RunDir:
         """The run directory at `path`, which need not exist yet."""
         return cls(Path(path).name, Path(path).parent)
+
+    def logger_record(self, service: str) -> Path:
+        """What has been sent to a service (report/send), and the id of the run there."""
+        return self.path / f"logger-{service}.json"
 
     @property
     def attempts(self) -> list[Path]:

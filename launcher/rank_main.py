@@ -23,6 +23,7 @@ from common.rundir import RunDir, check_resumable
 from common.spec import RunSpec
 from launcher import batch_size, build, data_records
 from launcher.resume import newest_good_checkpoint
+from launcher.sending import sending
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
 from training import heartbeat, sigterm
@@ -59,7 +60,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(attempt.absolute() / "nccl_trace_rank_"))
     if where.rank == 0:
         run_lock.acquire(folder.path, run_lock.RANK_0)
-    with _recorded(folder, resolved, where):
+    with contextlib.ExitStack() as after, _recorded(folder, resolved, where):
         if library := vccl.check_mapped(vccl.asked_library(json.loads(folder.env.read_text()))):
             log.info("VCCL: %s (NCCL %s) is loaded in place of torch's NCCL", library.path, library.version)
         trains_here = not spec.elsewhere  # then the launcher has checked and logged what follows
@@ -79,6 +80,8 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
             write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
                 data_records.write(built.partial, built.plan, folder)
+        if where.rank == 0:  # it ends after the rank's last state is recorded
+            after.enter_context(sending(folder, built.plan.loggers, spec.attempt))
         return _run_training(built, folder, spec, where)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from common.errors import UserError
+from common.loggers import TITLES, parse_loggers
 from recipes import memory
 from recipes.plan import PATHS, Plan, Shape
 
@@ -46,6 +48,7 @@ def problems(plan: Plan, declared: Plan) -> Iterator[UserError]:
         *_too_small(plan, declared, _POSITIVE),
         *_too_small(plan.shape, declared.shape, _SHAPE),
         *_not_a_choice(plan, declared),
+        *_unknown_loggers(plan),
     ]
     yield from wrong
     if wrong:  # the sums below would divide by zero
@@ -80,6 +83,18 @@ def _not_a_choice(plan: Plan, declared: Plan) -> Iterator[UserError]:
                 expected="one of " + ", ".join(map(str, choices)),
                 found=f"{path}={value}",
                 do=f"{path}={getattr(declared, name)}",
+            )
+
+
+def _unknown_loggers(plan: Plan) -> Iterator[UserError]:
+    for name in parse_loggers(plan.loggers):
+        if name not in TITLES:
+            near = difflib.get_close_matches(name, TITLES, n=1, cutoff=0.4)
+            yield UserError(
+                f"log.loggers: no logger {name!r}",
+                expected=" or ".join(TITLES) + ", or both as " + "+".join(TITLES) + " (TensorBoard is always on)",
+                found=f"log.loggers={plan.loggers}",
+                do=f"log.loggers={near[0]}" if near else "log.loggers=None",
             )
 
 

@@ -42,6 +42,7 @@ _OWNED = {
     "log.explicit_log_dir": "--runs DIR puts all runs, with their logs, into another folder",
     "log.ckpt.dirpath": "--runs DIR puts all runs, with their checkpoints, into another folder",
     "log.tensorboard.save_dir": "--runs DIR puts all runs, with their TensorBoard files, into another folder",
+    "log.wandb": "log.loggers=wandb, which can neither stop nor delay the training (docs/loggers.md)",
     "resume.resume_from_path": "python launch.py resume RUN",
     "trainer.callbacks": "trainer.callbacks+=[...] adds callbacks; --no-gates leaves the truth gates out",
 }

@@ -133,7 +133,8 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "NVTE_": ("", "Transformer Engine's"),
     "TORCHELASTIC_": ("torch 1.9", "torchrun sets them in its ranks; left over in a shell they are removed"),
     "PET_": ("torch 1.10", "torchrun's options; the executors set them"),
-    "WANDB_": ("", "Weights & Biases: off here (WANDB_MODE=disabled) unless you set WANDB_MODE (docs/loggers.md)"),
+    "MLFLOW_": ("", "MLflow reads it, where log.loggers names mlflow (docs/loggers.md)"),
+    "WANDB_": ("", "Weights & Biases: used where log.loggers names wandb, else off (docs/loggers.md)"),
     "CPT_": ("", "this project's own"),
 }
 

@@ -13,7 +13,7 @@ from common.environment.vccl import PRELOADS
 _PREFIXES = (
     *("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "GLOO_", "UCX_", "OMP_", "GOMP_", "KMP_"),
     *("MKL_", "OPENBLAS_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "ACCELERATE_", "WANDB_", "CPT_", "VCCL_"),
-    *("TELEMETRY_", "USE_LIBUV", "PYTHONHASHSEED", *PRELOADS),
+    *("MLFLOW_", "TELEMETRY_", "USE_LIBUV", "PYTHONHASHSEED", *PRELOADS),
 )
 # an image's record of what it holds, what every executor sets for itself, and what must not be written into a file
 _NOT = re.compile(r".*_VERSION|TORCHELASTIC_.*|CUDA_(?:ARCH|PKG).*|(?:.*_)?(?:KEY|TOKEN|SECRET|PASSWORD)S?(?:_.*)?")

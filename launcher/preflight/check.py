@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common import machine_facts
+from common.loggers import TITLES, install_command, is_installed, parse_loggers
 from common.quantities import format_bytes
 from common.rundir import RunDir
 from launcher.preflight.data import check_base_model, check_corpora
@@ -130,6 +131,17 @@ def _check_schedule(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
 
 
+def _check_loggers(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    for name in parse_loggers(plan.loggers):
+        if not is_installed(name):
+            yield error(
+                f"{TITLES[name]} is not installed",
+                expected=f"the package of log.loggers={plan.loggers} where the training runs",
+                found=f"no package {name} for {sys.executable}",
+                do=f"{install_command(name)}, or leave it out of log.loggers",
+            )
+
+
 def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     try:
@@ -162,5 +174,5 @@ _CHECKS: dict[str, _Check] = {
     "parallel layout": check_layout,
     "schedule": _check_schedule,
 }
-_MACHINE_CHECKS: dict[str, _Check] = {"GPUs": _check_gpus, "memory and ports": check_ranks}
+_MACHINE_CHECKS: dict[str, _Check] = {"GPUs": _check_gpus, "memory and ports": check_ranks, "loggers": _check_loggers}
 _DATA_CHECKS: dict[str, _Check] = {"corpora": check_corpora, "base model": check_base_model, "disk": _check_disk}

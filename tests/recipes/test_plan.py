@@ -50,7 +50,7 @@ def test_light_commands_import_nothing_heavy() -> None:
 def test_help_fits_one_screen_and_shows_how_to_train() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "launch.py"), "-h"], capture_output=True, text=True)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) <= 50 and max(map(len, lines)) <= 100
+    assert done.returncode == 0 and len(lines) <= 60 and max(map(len, lines)) <= 100
     for shown in (
         "--recipe NAME",
         "docker, slurm, k8s",

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from common.loggers import is_installed
 from data.manifest import load_manifest
+from report.send.rows import read_new_points
 from tests.fork_server import real_start
 from tests.training.conftest import SHORT, train
+from tests.training.stores import check_mlflow, check_wandb
 
 pytestmark = pytest.mark.nemo
 
@@ -29,13 +32,21 @@ def _losses(rows: list[dict[str, Any]]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    """The same seed gives the same losses to the last bit, also when a new process resumes after ten steps."""
+def test_reproducible_and_resumable(
+    sample: Path, forked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same seed gives the same losses to the last bit, also when a new process resumes after ten steps.
+
+    The resumed run is sent to W&B (offline) and MLflow: their own readers find one run, with the numbers of
+    metrics.jsonl, and the losses are those without loggers.
+    """
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-key"))
+    loggers = (f"log.loggers={'wandb+mlflow' if is_installed('mlflow') else 'wandb'}",)
     (tmp_path / "uninterrupted").mkdir()
     (tmp_path / "resumed").mkdir()
     steps = (*SHORT, "log.ckpt.every_n_train_steps=10")
     uninterrupted = forked(train, sample, *steps, "trainer.max_steps=20", cwd=tmp_path / "uninterrupted")
-    first = forked(train, sample, *steps, "trainer.max_steps=10", cwd=tmp_path / "resumed")
+    first = forked(train, sample, *steps, *loggers, "trainer.max_steps=10", cwd=tmp_path / "resumed")
     resumed = forked(lambda: train(sample, *steps, "trainer.max_steps=20", resume=True), cwd=tmp_path / "resumed")
     assert len(_losses(uninterrupted)) == 20
     assert _losses(first) == _losses(uninterrupted)[:10]
@@ -43,6 +54,11 @@ def test_reproducible_and_resumable(sample: Path, forked: Callable[..., Any], tm
     assert resumed[-1]["unmasked_tokens"] == uninterrupted[-1]["unmasked_tokens"] == 20 * 4 * 256
     assert all(0.1 < row["memory_gib"] < 100 for row in uninterrupted if "loss" in row)
     assert [p.name for p in sorted((tmp_path / "resumed/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
+    points = read_new_points(tmp_path / "resumed/runs/run/metrics.jsonl", 0)[0]
+    check_wandb(tmp_path / "resumed/runs/run", points, attempts=2)
+    if is_installed("mlflow"):
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        check_mlflow(tmp_path / "resumed/runs", points)
 
 
 def _continue_from(words: list[str]) -> list[dict[str, Any]]:
