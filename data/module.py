@@ -28,6 +28,12 @@ from data.sample_index import check_blend, check_indices, replace_if_wrong
 
 log = logging.getLogger("launch")
 
+DOCUMENT_STARTS = "document_starts"  # of a sample, with data.isolate_documents
+CU_SEQLENS = "cu_seqlens"  # of a micro batch whose documents are isolated: what Transformer Engine calls their borders
+_TOGETHER = "attend to each other, as in Qwen's pretraining (data.isolate_documents=False)"
+_ISOLATED = "are isolated: each attends only to itself, from position 0 (data.isolate_documents=True)"
+_LEAST_DOCUMENTS = 32  # cuDNN's attention gets at least as many, and powers of two above (Transformer Engine 2.12)
+
 
 class WholeMaskGPTDataset(GPTDataset):
     """GPTDataset whose end-of-document tokens stay in the loss.
@@ -59,6 +65,15 @@ class WholeMaskGPTDataset(GPTDataset):
         return _read_checked(self, build, check)
 
 
+class IsolatedGPTDataset(WholeMaskGPTDataset):
+    """WholeMaskGPTDataset whose samples say where their documents start, for `data.isolate_documents`."""
+
+    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
+        """As GPTDataset's, and document_starts: bool[seq]; position_ids start at 0 there."""
+        sample: dict[str, torch.Tensor] = super().__getitem__(index)
+        return {**sample, DOCUMENT_STARTS: sample["position_ids"] == 0}
+
+
 class CheckedBlend(BlendedDataset):
     """BlendedDataset whose cached indices are checked before they are used, as those of WholeMaskGPTDataset are."""
 
@@ -86,6 +101,20 @@ def _read_checked(dataset: Any, build: Callable[[], tuple[Any, ...]], check: Cal
     for path, problem in deleted.items():
         log.warning("data: the sample index %s was damaged and is built again: %s", path, problem)
     return arrays
+
+
+def _isolating(dataset_cls: type[GPTDataset]) -> type[GPTDataset]:
+    """The dataset class for `data.isolate_documents`."""
+    if dataset_cls is WholeMaskGPTDataset:
+        return IsolatedGPTDataset
+    if not issubclass(dataset_cls, IsolatedGPTDataset):
+        raise UserError(
+            "this dataset class does not say where documents start",
+            expected="data.module.IsolatedGPTDataset, or a class that extends it, with data.isolate_documents=True",
+            found=f"data.dataset_cls={dataset_cls.__module__}.{dataset_cls.__qualname__}",
+            do="leave data.dataset_cls out of the recipe, or data.isolate_documents=False",
+        )
+    return dataset_cls
 
 
 def _rank() -> int:
@@ -151,6 +180,9 @@ class PreparedDataModule(PreTrainingDataModule):
         train_steps: plan the sample order for this many steps, if more than trainer.max_steps. A run that will be
             extended beyond the end of an epoch keeps its order only if this is set from the start (Megatron shuffles
             all epochs of a run together).
+        isolate_documents: a document attends only to itself, its positions start at 0, and its first token, which
+            would be predicted from the end of another document, is not in the loss (docs/documents.md). Includes
+            `reset_position_ids`, `reset_attention_mask` and `eod_mask_loss`.
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
@@ -176,6 +208,7 @@ class PreparedDataModule(PreTrainingDataModule):
         seed: int = 1234,
         index_mapping_dir: Optional[str] = None,
         train_steps: Optional[int] = None,
+        isolate_documents: bool = False,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
         corpora = _find_corpora(paths, blend, replay_share, domains)
@@ -183,6 +216,10 @@ class PreparedDataModule(PreTrainingDataModule):
         self.domain_folders = corpora.folders
         self.domains = {name: load_manifest(Path(folder)) for name, folder in corpora.folders.items()}
         self.train_steps = train_steps
+        self.isolate_documents = isolate_documents
+        if isolate_documents:
+            reset_position_ids, reset_attention_mask, eod_mask_loss = True, False, True
+            dataset_cls = _isolating(dataset_cls)
         if self.domains:
             first = Path(next(iter(corpora.folders.values())))
             tokenizer = tokenizer or AutoTokenizer(str(first / "tokenizer"), use_fast=True)
@@ -225,6 +262,8 @@ class PreparedDataModule(PreTrainingDataModule):
     ) -> None:
         """Build the training samples. Lightning's validation and test get one sample each: see `validation_sets`."""
         check_blended_indices()
+        if _rank() == 0:
+            log.info("data: the documents in a sequence %s", _ISOLATED if self.isolate_documents else _TOGETHER)
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
 
@@ -270,7 +309,12 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
 
     Args:
         dataloader_iter: yields (batch, batch_idx, dataloader_idx); batch holds tokens, labels: int64[mbs, seq],
-            loss_mask: float32[mbs, seq], position_ids: int64[mbs, seq].
+            loss_mask: float32[mbs, seq], position_ids: int64[mbs, seq]; document_starts: bool[mbs, seq] if documents
+            are isolated.
+
+    Returns:
+        the batch on the device, None for what this pipeline stage does not read. If documents are isolated, its
+        tensors are [1, mbs * seq], and cu_seqlens: int32[documents + 1 or more] is the first token of each document.
     """
     item = next(dataloader_iter)
     batch = item[0] if isinstance(item, tuple) else item
@@ -280,4 +324,28 @@ def data_step(dataloader_iter: Iterator[Any]) -> dict[str, torch.Tensor | None]:
         TRAINING_TOKENS.add(batch)
     out: dict[str, torch.Tensor | None] = gpt_data_step(iter((item,)))
     out.setdefault("attention_mask", None)
+    if DOCUMENT_STARTS in batch:
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            out[name] = None if (value := out[name]) is None else value.reshape(1, -1)
+        del out[DOCUMENT_STARTS]
+        out[CU_SEQLENS] = _find_borders(batch[DOCUMENT_STARTS]).cuda(non_blocking=True)
     return out
+
+
+def _find_borders(starts: torch.Tensor) -> torch.Tensor:
+    """The first token of each document in the row of all samples, then the number of tokens up to a fixed length.
+
+    Equal lengths are what a CUDA graph needs: the number of documents is rounded up to a power of two. Attention skips
+    the empty documents at the end.
+
+    Args:
+        starts: bool[mbs, seq] on the host; the first token of each sample is one.
+
+    Returns:
+        int32[documents, rounded up, + 1].
+    """
+    first = starts.flatten().nonzero().flatten()
+    length = max(_LEAST_DOCUMENTS, 1 << (len(first) - 1).bit_length())
+    borders = torch.full((length + 1,), starts.numel(), dtype=torch.int32, pin_memory=starts.is_pinned())
+    borders[: len(first)] = first
+    return borders

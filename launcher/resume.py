@@ -32,6 +32,7 @@ FIXED = {
     "data.tokenizer": "ids would change their meaning",
     "data.reset_attention_mask": "the loss would be another",
     "data.eod_mask_loss": "the loss would be another",
+    "data.isolate_documents": "attention and the loss would be others",
     "optim.config.optimizer": "the optimizer state would not fit",
     "optim.config.use_distributed_optimizer": "the optimizer state would not fit",
 }

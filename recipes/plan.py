@@ -74,6 +74,7 @@ class Plan:
     blend: dict[str, Any] | str | None = _at("data.blend", default=None)
     replay_share: float | None = _at("data.replay_share", default=None)
     seq_length: int = _at("data.seq_length")
+    isolate_documents: bool = _at("data.isolate_documents", default=False)
     micro_batch_size: int = _at("data.micro_batch_size", default=1)
     global_batch_size: int = _at("data.global_batch_size", default=1)
     max_steps: int = _at("trainer.max_steps")

@@ -95,8 +95,8 @@ def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) ->
 
 def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
     """The passport of a run whose files have been read."""
-    items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _step0(files), _data(files, quick))
-    items = (*items, _changes(files), _version(files.version), _export(files))
+    items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _documents(files), _step0(files))
+    items = (*items, _data(files, quick), _changes(files), _version(files.version), _export(files))
     return Passport(files.run.name, files.run.path / "passport.json", items)
 
 
@@ -181,9 +181,11 @@ def _tokenizer(files: RunFiles) -> Item:
 def _loss_mask(files: RunFiles) -> Iterator[Item]:
     """The prediction of end of document is in the loss unless the configuration masks it; all others always are."""
     gates = files.records.get("gates.json", {})
-    masked = bool(files.at("data.eod_mask_loss", False))
+    isolated = bool(files.at("data.isolate_documents", False))
+    masked = isolated or bool(files.at("data.eod_mask_loss", False))
     in_loss, share = gates.get("eod_in_loss"), finite(gates.get("loss_mask_share"))
-    wanted = "masked, as data.eod_mask_loss asks" if masked else f"token {gates.get('eod', '?')} is in the loss"
+    asked_by = "data.isolate_documents" if isolated else "data.eod_mask_loss"
+    wanted = f"masked, as {asked_by} asks" if masked else f"token {gates.get('eod', '?')} is in the loss"
     if in_loss is None:
         yield Item("end of document", "unknown", wanted, "not recorded in gates.json")
     else:
@@ -197,6 +199,16 @@ def _loss_mask(files: RunFiles) -> Iterator[Item]:
         yield _item(
             "loss mask", matches, wanted, f"{gates['loss_mask_share']:.4%}" if share is not None else "no number"
         )
+
+
+def _documents(files: RunFiles) -> Item:
+    """Whether documents attend to each other, as the gate of the run recorded it (none could be isolated before it)."""
+    gates, asked = files.records.get("gates.json"), bool(files.at("data.isolate_documents", False))
+    words = {True: "isolated", False: "attend to each other, as in Qwen's pretraining"}
+    if gates is None:
+        return Item("documents", "unknown", words[asked], "not recorded in gates.json")
+    found = bool(gates.get("documents_isolated", False))
+    return _item("documents", found == asked, words[asked], words[found])
 
 
 def _step0(files: RunFiles) -> Item:

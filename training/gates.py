@@ -15,7 +15,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 from common.errors import GateError
 from common.rundir import RunDir
 from data.tokenizer import fingerprint
-from training import step0
+from training import isolation_gate, step0
 from training.global_totals import count_parameters
 from training.resumed_loss import check_resumed_loss
 
@@ -37,6 +37,7 @@ class TruthGates(pl.Callback):
     def __init__(self, run_dir: Optional[str] = None) -> None:
         self.run = RunDir.at(run_dir) if run_dir else None
         self._resumed_at: Optional[int] = None  # until the first step after it
+        self._samples: list[dict[str, torch.Tensor]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         data = trainer.datamodule
@@ -45,15 +46,20 @@ class TruthGates(pl.Callback):
         check_special_ids(data.tokenizer, pl_module.config.vocab_size)
         check_tied(pl_module.config)
         check_stage_messages(pl_module.config)
+        isolation_gate.check_set_up(data, pl_module.config)
         samples = list(probe_samples(data._train_ds))
         check_ids(samples, pl_module.config.vocab_size)
         self.mask_share = check_loss_mask(samples, data.tokenizer.eod, data.eod_mask_loss)
+        self._samples = [sample for sample, _ in samples]
         if is_global_rank_zero():
             share = 100 * self.mask_share
             log.info("gates: tokenizer, ids, embeddings and loss mask are right (%.2f%% of tokens carry loss)", share)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         parameters = count_parameters(trainer.strategy.model)
+        samples, self._samples = self._samples, []
+        if getattr(trainer.datamodule, "isolate_documents", False):
+            isolation_gate.check_isolation(trainer, samples, pl_module.config.vocab_size)
         if self.run is None:
             return
         if is_global_rank_zero():
@@ -87,6 +93,7 @@ def _write_facts(run: RunDir, data: Any, config: Any, parameters: int, mask_shar
         "eod": data.tokenizer.eod,
         "eod_in_loss": not data.eod_mask_loss,  # check_loss_mask has compared labels and mask with the .bin
         "loss_mask_share": mask_share,
+        "documents_isolated": bool(getattr(data, "isolate_documents", False)),  # then check_isolation has proven it
     }
     run.gates.write_text(json.dumps(facts, indent=1) + "\n")
 

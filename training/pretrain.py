@@ -12,6 +12,7 @@ from nemo.lightning.pytorch.optim import OptimizerModule
 
 from training import compat, cpu, sigterm
 from training.cut_files import explain_cut_files
+from training.documents import IsolateDocuments
 from training.interrupt import Interrupted, StopOnInterrupt
 from training.speed import Speed
 from training.status_callback import StatusCallback
@@ -40,6 +41,8 @@ def pretrain(
     compat.apply()
     trainer.callbacks.insert(0, DomainValidation.replace_lightning_loop(trainer))
     trainer.callbacks.append(StatusCallback())
+    if getattr(data, "isolate_documents", False):
+        trainer.callbacks.append(IsolateDocuments(data))
     if speed is not None:
         speed.before_build(model)
         trainer.callbacks.append(speed)

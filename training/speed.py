@@ -87,7 +87,7 @@ class Speed(pl.Callback):
                     ddp_config.check_for_nan_in_grad = False
         if self.cuda_graph:
             problem = GraphedSchedule.find_problem(
-                pl_module.config, ddp_configs[0], self.fused_lm_head, self.sync_free_loss
+                pl_module.config, ddp_configs[0], self.fused_lm_head, self.sync_free_loss, self.fused_qkv
             )
             self._schedule = GraphedSchedule() if _usable("cuda_graph", problem) else None
         if self.sync_free_log:

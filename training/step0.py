@@ -12,6 +12,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
 from common.rundir import RunDir
+from data.module import DOCUMENT_STARTS
 from training.safe_load import load_hf_model
 from training.validation import mean_loss
 
@@ -59,11 +60,24 @@ def weight_dtype(model: Any) -> torch.dtype:
 
 
 def hf_loss(source: str, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> float:
-    """Mean cross-entropy (nats per token) of the HF model `source` on tokens, labels: int64[mbs, seq], in `dtype`."""
+    """Mean cross-entropy (nats per token) of the HF model `source` on tokens, labels: int64[mbs, seq], in `dtype`.
+
+    If the batch says where documents start, each is read by itself, as the run does with `data.isolate_documents`.
+    """
     device = torch.cuda.current_device()
     model = load_hf_model(source, dtype).to(device)
+    apart = _documents_apart(batch, dtype) if DOCUMENT_STARTS in batch else {}
     with torch.no_grad():
-        logits = model(batch["tokens"].to(device)).logits.float().flatten(0, 1)
+        out = model(batch["tokens"].to(device), **{name: value.to(device) for name, value in apart.items()})
+        logits = out.logits.float().flatten(0, 1)
         losses = torch.nn.functional.cross_entropy(logits, batch["labels"].to(device).flatten(), reduction="none")
         mask = batch["loss_mask"].to(device).flatten()
     return float((losses.double() * mask).sum() / mask.sum())
+
+
+def _documents_apart(batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """HF's arguments that keep documents apart: positions, and a mask that is added to the attention scores."""
+    document = batch[DOCUMENT_STARTS].cumsum(1)
+    same = (document[:, :, None] == document[:, None, :]).tril()
+    mask = torch.zeros(same.shape, dtype=dtype).masked_fill(~same, torch.finfo(dtype).min)
+    return {"position_ids": batch["position_ids"], "attention_mask": mask[:, None]}

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -30,6 +29,7 @@ from training.document_losses import (
     load_first,
     save_first,
 )
+from training.documents import packing_arguments, schedule_shape
 from training.global_totals import num_model_chunks
 from training.progress import VALIDATION_TIME, Progress
 
@@ -212,37 +212,8 @@ def mean_loss(
     Args:
         by_document: float64[2, documents]; this rank's losses and tokens are added at the places that the batches name.
     """
-    chunks = num_model_chunks()
-    with torch.no_grad():
-        outputs = get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, by_document=by_document),
-            data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
-            model=model.pipeline,
-            num_microbatches=len(batches),
-            seq_length=data.seq_length,
-            micro_batch_size=data.micro_batch_size,
-            forward_only=True,
-        )
-    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-    for output in outputs:  # empty on all but the last pipeline stage
-        total += output["sums"]
-    torch.distributed.all_reduce(total)  # tensor-parallel ranks count the same tokens equally often
-    return float(total[0] / total[1])
 
-
-def _forward_step(
-    batches: Iterator[Any], model: Any, by_document: torch.Tensor | None
-) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
-    item = next(batches)
-    batch: dict[str, Any] = data_step(iter([item]))
-    out = model(
-        input_ids=batch["tokens"],
-        position_ids=batch["position_ids"],
-        attention_mask=batch["attention_mask"],
-        labels=batch["labels"],
-    )
-
-    def sums(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def add_up(losses: torch.Tensor, batch: dict[str, Any], item: dict[str, Any]) -> torch.Tensor:
         mask = batch["loss_mask"].double()
         masked = losses.double() * mask
         if by_document is not None:  # split over the context-parallel ranks as the batch is
@@ -250,6 +221,51 @@ def _forward_step(
             places = get_batch_on_this_context_parallel_rank(part)["documents"].flatten()
             by_document[0].index_add_(0, places, masked.flatten())
             by_document[1].index_add_(0, places, mask.flatten())
-        return losses.mean(), {"sums": torch.stack([masked.sum(), mask.sum()])}
+        return torch.stack([masked.sum(), mask.sum()])
 
-    return out, sums
+    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
+    for sums in forward_losses(model, batches, data, add_up):
+        total += sums
+    torch.distributed.all_reduce(total)  # tensor-parallel ranks count the same tokens equally often
+    return float(total[0] / total[1])
+
+
+def forward_losses(
+    model: Any,
+    batches: list[dict[str, torch.Tensor]],
+    data: Any,
+    measure: Callable[[torch.Tensor, dict[str, Any], dict[str, Any]], torch.Tensor],
+) -> list[torch.Tensor]:
+    """A forward pass over `batches`, through Megatron's own schedule.
+
+    Args:
+        measure: called with the losses of a micro batch, fp32[mbs, seq] ([1, mbs * seq] if documents are isolated), the
+            batch on the device, and the one in `batches`.
+
+    Returns:
+        what `measure` returned for each batch; empty on all but the last pipeline stage.
+    """
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        item = next(iterator)
+        batch: dict[str, Any] = data_step(iter([item]))
+        out = model(
+            input_ids=batch["tokens"],
+            position_ids=batch["position_ids"],
+            attention_mask=batch["attention_mask"],
+            labels=batch["labels"],
+            **packing_arguments(batch, data.seq_length),
+        )
+        return out, lambda losses: (losses.mean(), {"measured": measure(losses, batch, item)})
+
+    chunks = num_model_chunks()
+    with torch.no_grad():
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in range(chunks)] if chunks > 1 else iter(batches),
+            model=model.pipeline,
+            num_microbatches=len(batches),
+            forward_only=True,
+            **schedule_shape(data),
+        )
+    return [output["measured"] for output in outputs]

@@ -33,6 +33,13 @@ def check_layout(plan: Plan, run: RunDir) -> Iterator[Finding]:
     yield from _check_tensor_parallel(plan)
     yield from _check_machines(plan)
     yield from _check_pipeline(plan)
+    if plan.isolate_documents and plan.context_parallel > 1:
+        yield error(
+            "isolated documents and context parallelism",
+            expected="a whole sequence on one rank: documents cannot be split over context-parallel ranks here",
+            found=f"data.isolate_documents=True, CP = {plan.context_parallel}",
+            do=f"{_PATH}context_parallel_size=1, or data.isolate_documents=False",
+        )
     if plan.accelerator == "cpu" and (plan.sequence_parallel or plan.context_parallel > 1):
         yield error(
             "no sequence or context parallelism on the CPU",

@@ -40,6 +40,8 @@ def pretrain(plan: Plan) -> run.Partial:
         speed=run.Config(Speed),
     )
     recipe.trainer.callbacks = callbacks.default()
+    if plan.isolate_documents:  # else unset, so that configurations written before it existed are the same
+        recipe.data.isolate_documents = True
     if plan.accelerator == "cpu":
         _for_cpu(recipe)
     elif plan.world_size > 1:

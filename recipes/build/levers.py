@@ -33,6 +33,9 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
     ]
     if HAVE_TE and _te_version() >= TE_LOSS:
         found.append(("model.config.cross_entropy_fusion_impl", "te", "Transformer Engine's loss where ours is off"))
+    if HAVE_TE and getattr(recipe.data, "isolate_documents", False):
+        reason = "positions start anew in each document without a wait for the GPU, where speed.fused_qkv is off"
+        found.append(("model.config.apply_rope_fusion", True, reason))
     if wgrad.is_available():
         found.append(
             ("model.config.gradient_accumulation_fusion", True, "weight gradients added in the matrix product")

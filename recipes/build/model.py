@@ -9,6 +9,7 @@ from nemo.collections.llm.gpt.model.qwen2 import Qwen2Config
 from data.module import data_step
 from recipes.build.layers import auto_layer_spec, local_layer_spec
 from recipes.plan import Plan
+from training.documents import forward_step
 
 
 def qwen25(plan: Plan) -> run.Config[llm.Qwen2Model]:
@@ -27,6 +28,8 @@ def qwen25(plan: Plan) -> run.Config[llm.Qwen2Model]:
         transformer_layer_spec=auto_layer_spec,
         data_step_fn=data_step,
     )
+    if plan.isolate_documents:
+        config.forward_step_fn = forward_step
     return run.Config(llm.Qwen2Model, config=config)
 
 

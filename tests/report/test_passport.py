@@ -62,6 +62,7 @@ TAMPERED: list[tuple[str, Callable[[RunDir], None]]] = [
     ("tokenizer", _other_corpus_tokenizer),
     ("end of document", lambda run: _edit(run, "gates.json", eod_in_loss=False)),
     ("loss mask", lambda run: _edit(run, "gates.json", loss_mask_share=0.9971)),
+    ("documents", lambda run: _edit(run, "gates.json", documents_isolated=True)),
     ("step-0 loss", lambda run: _edit(run, "step0.json", hf_loss=4.4652)),
     ("step-0 loss", lambda run: _edit(run, "step0.json", hf_loss=float("nan"))),
     ("step-0 loss", lambda run: _edit(run, "step0.json", hf_loss=4.5, bound=1.0)),  # a bound cannot be widened
@@ -90,6 +91,16 @@ def test_masked_eod_is_held_to_the_configuration(tmp_path: Path) -> None:
     assert _states(run)["end of document"] == "fail"
     _edit(run, "gates.json", eod_in_loss=False, loss_mask_share=0.9971)
     assert {_states(run)[item] for item in ("end of document", "loss mask")} == {"pass"}
+
+
+def test_isolated_documents_are_held_to_the_configuration(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=4)
+    config = run.config.read_text().replace("seq_length: 256,", "seq_length: 256, isolate_documents: true,")
+    run.config.write_text(config)
+    states = _states(run)
+    assert [name for name, state in states.items() if state == "fail"] == ["end of document", "documents"]
+    _edit(run, "gates.json", eod_in_loss=False, loss_mask_share=0.9971, documents_isolated=True)
+    assert set(_states(run).values()) == {"pass"}
 
 
 @pytest.mark.parametrize("version", ["abc+changes", "unknown", ""])

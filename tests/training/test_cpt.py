@@ -92,6 +92,28 @@ def _check_errors(run: RunDir, rows: list[dict[str, Any]]) -> None:
         assert last["change_standard_error"] > 0
 
 
+def _continue_isolated(sample: Path, base: str) -> bool:
+    """Continue with isolated documents, and export; whether the export has the checkpoint's logits."""
+    from convert.export_run import export_run
+
+    words = ("trainer.max_steps=2", "data.isolate_documents=True", "data.micro_batch_size=2")
+    _continue(sample, base, words=words)
+    return export_run(Path("runs/cpt"), Path("exported")).ok
+
+
+def test_isolated_documents_start_from_their_base(
+    sample: Path, base: Path, forked: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Step 0 equals Hugging Face's loss with each document by itself, blends too; the export does not change."""
+    assert forked(_continue_isolated, sample, str(base))
+    run = RunDir("cpt", tmp_path / "runs")
+    step0 = json.loads(run.step0.read_text())
+    assert abs(step0["megatron_loss"] - step0["hf_loss"]) <= 1e-5
+    files = ["config.json", "model.safetensors", "tokenizer.json"]
+    config = [json.loads((folder / files[0]).read_text()) for folder in (base, tmp_path / "exported")]
+    assert config[0] == config[1] and all((tmp_path / "exported" / name).is_file() for name in files)
+
+
 def _check_report_and_passport(run: RunDir) -> None:
     """A real run fills every figure of its report, and passes every item that needs no export and no commit."""
     from report.figures import FIGURES

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from data.module import ReadyBatch, data_step
+from training.documents import is_isolated, repeat_last_border
 
 log = logging.getLogger("launch")
 
@@ -45,7 +46,9 @@ class GraphedSchedule:
         self._captured_for = 0  # micro batches per step
 
     @staticmethod
-    def find_problem(config: Any, ddp_config: Any, fused_lm_head: bool, sync_free_loss: bool) -> str | None:
+    def find_problem(
+        config: Any, ddp_config: Any, fused_lm_head: bool, sync_free_loss: bool, fused_qkv: bool
+    ) -> str | None:
         """Why this schedule cannot be used with a model of these Megatron configurations, or None."""
         if not torch.cuda.is_available():
             return "it needs a GPU"
@@ -55,6 +58,8 @@ class GraphedSchedule:
             )
         if not sync_free_loss:
             return "NeMo's loss waits for the GPU: speed.sync_free_loss=True"
+        if is_isolated(config) and not (fused_qkv or config.apply_rope_fusion):
+            return "Megatron's own RoPE reads the documents' borders on the host: speed.fused_qkv=True"
         if ddp_config.overlap_grad_reduce:
             return "its gradients are summed after the backward pass: trainer.strategy.ddp.overlap_grad_reduce=False"
         ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -86,9 +91,12 @@ class GraphedSchedule:
         return rows
 
     def _copy_batch(self, batch: dict[str, torch.Tensor | None]) -> None:
-        """Copy the batch to the tensors that the graph reads."""
-        if not self._batch:
+        """Copy the batch to the tensors that the graph reads; a batch of other shapes needs another graph."""
+        batch = repeat_last_border(batch, self._batch)
+        if _shapes(batch) != _shapes(self._batch):
             self._batch = ReadyBatch({name: value if value is None else value.clone() for name, value in batch.items()})
+            self._captured = None
+            return
         for name, value in batch.items():
             if value is not None:
                 self._batch[name].copy_(value)  # type: ignore[union-attr]
@@ -130,6 +138,10 @@ class CapturedMicroBatch:
         """Compute the micro batch. Returns a copy of the row, because the next replay overwrites it."""
         self.graph.replay()
         return {name: value.clone() for name, value in self.row.items()}
+
+
+def _shapes(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Size | None]:
+    return {name: None if value is None else value.shape for name, value in batch.items()}
 
 
 def _compute_micro_batch(

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
+from training.documents import PackedDocuments
+
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class SplitAndRotate(torch.autograd.Function):
     """mixed [seq, batch, groups, (heads/groups + 2) * width] -> q [seq, batch, heads, width], k, v [.., groups, width].
 
-    cos, sin: fp32[seq, width / 2]. Arithmetic in fp32, results in the dtype of `mixed`. Saves no activation.
+    cos, sin: fp32[seq, width / 2], of each token's position. Arithmetic in fp32, results in the dtype of `mixed`. Saves
+    no activation.
     """
 
     @staticmethod
@@ -65,6 +68,8 @@ class _CosSinTables:
     def __init__(self) -> None:
         self.angles: torch.Tensor | None = None
         self.cos = self.sin = torch.empty(0)
+        self.packed: PackedDocuments | None = None
+        self.of_tokens = (torch.empty(0), torch.empty(0))
 
     def of(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin of angles: fp32[seq, 1, 1, width] with two equal halves -> fp32[seq, width / 2] each."""
@@ -72,6 +77,16 @@ class _CosSinTables:
             half = angles[:, 0, 0, : angles.shape[3] // 2].float()
             self.angles, self.cos, self.sin = angles, half.cos().contiguous(), half.sin().contiguous()
         return self.cos, self.sin
+
+    def of_documents(
+        self, angles: torch.Tensor, packed: PackedDocuments, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin at the position of each token in its document: fp32[num_tokens, width / 2] each."""
+        cos, sin = self.of(angles)
+        if self.packed is not packed:
+            positions = packed.positions(num_tokens)
+            self.packed, self.of_tokens = packed, (cos[positions], sin[positions])
+        return self.of_tokens
 
 
 def find_problem(config: Any) -> str | None:
@@ -96,13 +111,22 @@ def _forward(attention: Any, original: Any, tables: _CosSinTables) -> Any:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """SelfAttention.forward: [seq, batch, hidden] -> [seq, batch, hidden] and the projection's bias."""
         given = {name for name, value in kwargs.items() if value is not None}
-        angles = kwargs.get("rotary_pos_emb")
+        angles, packed = kwargs.get("rotary_pos_emb"), kwargs.get("packed_seq_params")
+        if isinstance(packed, PackedDocuments):
+            given.remove("packed_seq_params")
         if args or given != {"rotary_pos_emb"} or not isinstance(angles, torch.Tensor):
             return original(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[no-any-return]
         mixed, _ = attention.linear_qkv(hidden_states)
         groups, heads = attention.num_query_groups_per_partition, attention.num_attention_heads_per_partition
-        q, k, v = SplitAndRotate.apply(mixed.unflatten(2, (groups, -1)), *tables.of(angles), heads)  # type: ignore[no-untyped-call]
-        context = attention.core_attention(q, k, v, attention_mask, attn_mask_type=attention.attn_mask_type)
+        cos_sin = tables.of(angles) if packed is None else tables.of_documents(angles, packed, len(mixed))
+        parts = SplitAndRotate.apply(mixed.unflatten(2, (groups, -1)), *cos_sin, heads)  # type: ignore[no-untyped-call]
+        kind = attention.attn_mask_type
+        if packed is None:
+            context = attention.core_attention(*parts, attention_mask, attn_mask_type=kind)
+        else:  # [tokens, 1, heads, width] without the batch, as Megatron's THD format is
+            rows = (part.squeeze(1) for part in parts)
+            context = attention.core_attention(*rows, attention_mask, attn_mask_type=kind, packed_seq_params=packed)
+            context = context.reshape(len(mixed), 1, -1)
         return attention.linear_proj(context)  # type: ignore[no-any-return]
 
     return forward

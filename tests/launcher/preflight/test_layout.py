@@ -41,6 +41,7 @@ def test_every_recipe_adds_up() -> None:
         ({"num_layers": 22}, "the layers do not divide into stages", True),
         ({"global_batch_size": 48}, "virtual stages take micro batches in rounds of PP", True),
         ({"global_batch_size": 16, "virtual_pipeline": None}, "the pipeline is idle for too long", False),
+        ({"context_parallel": 2, "isolate_documents": True}, "isolated documents and context parallelism", True),
         ({"accelerator": "cpu"}, "no sequence or context parallelism on the CPU", True),
     ],
 )
