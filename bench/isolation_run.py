@@ -16,7 +16,7 @@ import torch
 
 from bench.throughput import build_recipe, recipe_parser, train_and_time, wait_for_turn
 from data.module import DOCUMENT_STARTS
-from training.validation import load_micro_batches, mean_loss
+from training.validation import load_samples, mean_loss
 
 MEASURED: dict[str, float] = {}
 
@@ -37,7 +37,7 @@ class MeasureBothWays(pl.Callback):
             return
         data: Any = trainer.datamodule
         (dataset,) = data.validation_sets().values()
-        batches = load_micro_batches(data, dataset, self.batches)
+        batches = load_samples(data, dataset, self.batches).batches
         for way in ("apart", "together"):
             read = [_as_read(batch, data.tokenizer.eod, way == "apart") for batch in batches]
             model = trainer.strategy.model

@@ -27,7 +27,7 @@ def _edit(run: RunDir, file: str, **changes: Any) -> None:
 
 def test_a_complete_run_passes(tmp_path: Path) -> None:
     result = make_passport(write_run(tmp_path).name, root=tmp_path / "runs")
-    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 11
+    assert {item.state for item in result.items} == {"pass"} and len(result.items) == 12
     assert result.ok() and result.ok(strict=True) and result.exit_code(strict=True) == 0
     saved = json.loads(result.save().read_text())
     assert saved["ok_strict"] is True and saved["items"][1]["expected"] == "1,263,744 parameters"
