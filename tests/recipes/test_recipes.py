@@ -182,6 +182,7 @@ def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.Mo
     from types import SimpleNamespace
 
     from recipes.build.levers import with_speed
+    from training.documents import forward_step
     from training.fast import graph
 
     dual, multinode = (registry.resolve(name)() for name in ("qwen25_500m_dual", "qwen25_500m_multinode"))
@@ -196,5 +197,11 @@ def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.Mo
         monkeypatch.setattr(f"megatron.core.parallel_state.get_{kind}_parallel_world_size", lambda: 1)
     config = SimpleNamespace(cross_entropy_fusion_impl="native")
     for overlap in (False, True):
-        problem = graph.GraphedSchedule.find_problem(config, SimpleNamespace(overlap_grad_reduce=overlap), True, True)
+        ddp = SimpleNamespace(overlap_grad_reduce=overlap)
+        problem = graph.GraphedSchedule.find_problem(config, ddp, True, True, True)
         assert (problem is not None and "overlap_grad_reduce=False" in problem) == overlap
+
+    isolated = SimpleNamespace(**vars(config), forward_step_fn=forward_step, apply_rope_fusion=False)
+    ddp = SimpleNamespace(overlap_grad_reduce=False)
+    assert graph.GraphedSchedule.find_problem(isolated, ddp, True, True, True) is None
+    assert "speed.fused_qkv=True" in str(graph.GraphedSchedule.find_problem(isolated, ddp, True, True, False))
