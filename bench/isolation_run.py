@@ -29,7 +29,7 @@ class MeasureBothWays(pl.Callback):
         batches: global batches of the validation split, or fewer where it is smaller.
     """
 
-    def __init__(self, last: int, batches: int = 24) -> None:
+    def __init__(self, last: int, batches: int = 16) -> None:
         self.last, self.batches = last, batches
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:

@@ -225,7 +225,7 @@ def test_a_complete_run(complete: RunDir) -> None:
     assert "on 16.4K tokens of 31 documents" in seen.text
     assert "5.020 \u2192 3.710 nats per token" in seen.text
     assert "finished, 400 steps" in seen.text
-    assert "11 of 11 all passed" in seen.text
+    assert "12 of 12 all passed" in seen.text
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text
@@ -270,7 +270,7 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     run.gates.write_text(json.dumps({**json.loads(run.gates.read_text()), "tied": False}))
     page = write_report("with", against=["without"], root=tmp_path / "runs").read_text()
     seen = Text(page)
-    assert page.count('class="state fail"') == 1 and "10 of 11" in seen.text and "1 failed" in seen.text
+    assert page.count('class="state fail"') == 1 and "11 of 12" in seen.text and "1 failed" in seen.text
     assert "prose +0.97 · 0% replay" in seen.text  # the label at the curve's end
     assert "prose +0.12 · 25% replay" in seen.text
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
