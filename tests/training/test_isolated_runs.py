@@ -109,12 +109,15 @@ def resume(folder: Path, short: Path, name: str, *words: str) -> dict[int, float
     return losses(rows(folder, name))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(folder: Path, short: Path) -> None:
     expected = {step: loss for step, loss in losses(rows(folder, "single")).items() if step > 4}
     assert resume(folder, short, "resumed") == expected and len(expected) == 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["vp", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "vp")]
+)
 def test_two_ranks_train_as_one_process_does(layout: str, folder: Path, short: Path) -> None:
     """The same losses, tokens, validation and gates, from the single run's step 4 on."""
     found = resume(folder, short, layout, "--executor", "local", "--devices", "2", *LAYOUTS[layout])
