@@ -16,6 +16,7 @@ from common.options import options_from
 from data.prepare.request import PrepareRequest
 from launcher.command_help import FullSummaries, GroupedHelp
 from launcher.requests import ResumeRequest, TrainRequest
+from report.evaluation.request import EvaluateRequest
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 BEFORE, TRAIN, WATCH, AFTERWARDS = "Before training", "Train", "While it runs", "Afterwards"
@@ -153,9 +154,12 @@ def export(
 ) -> None:
     """A checkpoint as a Hugging Face folder, compared with the checkpoint."""
     from convert.export_run import export_run
+    from report.card import write_card
 
     _console()
-    raise typer.Exit(0 if export_run(source, output, like).ok else 1)
+    result = export_run(source, output, like)
+    print(f"model card: {write_card(output)}")
+    raise typer.Exit(0 if result.ok else 1)
 
 
 @convert.command()
@@ -264,6 +268,60 @@ def passport(
     found.save()
     Console().print(found.table())
     raise typer.Exit(found.exit_code(strict))
+
+
+@app.command(rich_help_panel=AFTERWARDS)
+@options_from(EvaluateRequest, arguments=("model",))
+def evaluate(request: EvaluateRequest) -> None:
+    """Score a model and its base on the same items: better, the same or worse. Needs no network."""
+    from rich.console import Console
+
+    from report.evaluation.comparison import RULE
+    from report.evaluation.evaluate import evaluate as score
+
+    _console()
+    Console().print(score(request).table())
+    print(RULE)
+
+
+@app.command(rich_help_panel=AFTERWARDS)
+def card(
+    folder: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
+    run: Annotated[Optional[str], typer.Option(help="Its run; default: the one that exported it.")] = None,
+    license: Annotated[Optional[str], typer.Option(metavar="ID", help="Such as apache-2.0. Yours to choose.")] = None,
+    language: Annotated[Optional[str], typer.Option(metavar="CODES", help="Such as en or en,zh.")] = None,
+    base_model: Annotated[Optional[str], typer.Option(metavar="ID", help="The base's hub id.")] = None,
+) -> None:
+    """Write or renew the model card of an export: what was trained, tables before and after, passport."""
+    from common.rundir import find_run
+    from report.card import write_card
+
+    given = {"license": license, "base_model": base_model}
+    front: dict[str, str | list[str]] = {name: value for name, value in given.items() if value is not None}
+    if language is not None:
+        front["language"] = [code.strip() for code in language.split(",")]
+    print(write_card(folder, find_run(run) if run else None, front))
+
+
+@app.command(rich_help_panel=AFTERWARDS)
+def push(
+    folder: Annotated[Path, typer.Argument(help="An exported Hugging Face folder with its model card.")],
+    repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show files and sizes, send nothing.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Visible to everybody; else private.")] = False,
+) -> None:
+    """Upload an export to the Hugging Face hub, as a private model. The token is read from HF_TOKEN."""
+    from rich.console import Console
+
+    from report.push import plan_upload
+    from report.push import push as send
+
+    _console()
+    upload = plan_upload(folder, repo, private=not public)
+    Console().print(upload.table())
+    for name in upload.left_out:
+        print(f"not sent: {name}")
+    print("dry run: nothing was sent" if dry_run else send(upload))
 
 
 @app.command(rich_help_panel=MACHINE)

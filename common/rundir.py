@@ -6,6 +6,7 @@ during the run: gates.json step0.json first-validation.npz metrics.jsonl status.
     checkpoints/step-N/ logger-SERVICE.json (where log.loggers names one)
 command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
 after it: export.json report.html
+by `launch.py evaluate`, during the run or after it: evaluation/step-N.json
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ class RunDir:
     def system_samples(self, node: int = 0) -> Path:
         """The samples of one node: system.jsonl of the first node, system-1.jsonl of the next, and so on."""
         return self.path / ("system.jsonl" if node == 0 else f"system-{node}.jsonl")
+
+    def evaluation(self, step: int) -> Path:
+        """The evaluation of the checkpoint of this step."""
+        return self.path / "evaluation" / f"step-{step}.json"
+
+    def evaluations(self) -> list[Path]:
+        """All evaluations, by step."""
+        found = [path for path in self.evaluation(0).parent.glob("step-*.json") if path.stem[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.stem[5:]))
 
     def attempt(self, number: int) -> Path:
         """The log folder of the attempt with this number, from 1."""

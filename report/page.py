@@ -21,6 +21,8 @@ from report.analysis import (
 )
 from report.attempts import Attempt
 from report.configuration import configuration_tables
+from report.evaluation.comparison import RULE
+from report.evaluation.result import Evaluation
 from report.passport import Passport
 from report.read import RunFiles
 
@@ -41,6 +43,7 @@ class ReportData:
         others: the runs it is compared with, and the changes of each.
         attempts: the starts of the run.
         other_bases: path of a compared run that began with another model -> how that model differs.
+        evaluation: the newest one, None if the run was not evaluated.
     """
 
     files: RunFiles
@@ -53,6 +56,7 @@ class ReportData:
     others: list[tuple[RunFiles, list[DomainChange]]]
     attempts: list[Attempt]
     other_bases: dict[str, str]
+    evaluation: Evaluation | None
 
 
 def render(data: ReportData) -> str:
@@ -76,6 +80,7 @@ def render(data: ReportData) -> str:
             key_facts=key_facts(data),
             configuration=configuration_tables(data.files),
             theme=theme,
+            rule=RULE[:1].upper() + RULE[1:] + ".",
             made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         )
     )

@@ -11,6 +11,7 @@ from common.rundir import RUNS, find_run
 from report.analysis import DomainChange, compute_changes, compute_throughput, compute_tokens, describe_other_base
 from report.attempts import read_attempts
 from report.corpus_hashes import count_data_bytes
+from report.evaluation.result import newest_evaluation
 from report.figures import FIGURES, LabelledChanges, draw_figures
 from report.page import ReportData, label_runs, render
 from report.passport import check_files
@@ -69,6 +70,7 @@ def _collect(files: RunFiles, others: list[tuple[RunFiles, list[DomainChange]]])
         others=others,
         attempts=read_attempts(files.run),
         other_bases=different,
+        evaluation=newest_evaluation(files.run),
     )
 
 

@@ -18,6 +18,8 @@ import pytest
 from common.errors import UserError
 from common.rundir import RunDir
 from report.analysis import compute_changes, compute_tokens, find_spikes, percentile
+from report.evaluation.comparison import decide, make_row
+from report.evaluation.result import Evaluation
 from report.passport import check_files
 from report.read import read_run
 from report.report import write_report
@@ -213,6 +215,9 @@ class Text(HTMLParser):
 def complete(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A whole run with its report, which takes seconds to draw."""
     run = write_run(tmp_path_factory.mktemp("complete"))
+    scores = [0.1 * (i % 7) for i in range(40)]
+    evaluated = decide([make_row("cloze_code", "acc", True, [one + 0.2 for one in scores], scores)])
+    Evaluation("cpt-replay", "exports/base", 400, {}, evaluated).save(run.evaluation(400))
     assert write_report(run.path) == run.path / "report.html"
     return run
 
@@ -226,6 +231,8 @@ def test_a_complete_run(complete: RunDir) -> None:
     assert "5.020 \u2192 3.710 nats per token" in seen.text
     assert "finished, 400 steps" in seen.text
     assert "12 of 12 all passed" in seen.text
+    assert "at step 400 beside exports/base on the same items. Better or worse: two-sided p" in seen.text
+    assert re.search(r"cloze_code acc 40 0\.28[78] 0\.48[78] \+0\.200 0\.000 better", seen.text)
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text

@@ -1,0 +1,1 @@
+"""Evaluation of an exported model with the lm-evaluation-harness: tasks, scores, paired comparison."""
