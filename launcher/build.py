@@ -74,7 +74,8 @@ def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> Non
     partial.log.explicit_log_dir = str(folder.attempt(attempt) / "nemo")
     partial.log.ckpt.dirpath = str(folder.checkpoints)
     partial.log.tensorboard.save_dir = str(folder.path)
-    for callback in (partial.log.ckpt, *partial.trainer.callbacks):
+    own = getattr(partial, "evaluate", None)
+    for callback in (partial.log.ckpt, *partial.trainer.callbacks, *([own] if own is not None else [])):
         if "run_dir" in inspect.signature(fiddle.get_callable(callback)).parameters:
             callback.run_dir = str(folder.path)
 

@@ -156,6 +156,7 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
     """
     import nemo_run as run
 
+    from training import evaluation
     from training.distributed.consistency import record_run_facts
     from training.distributed.lost_ranks import explain_failed_collectives
     from training.interrupt import Interrupted
@@ -180,6 +181,7 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
     heartbeat.end(RankState(rank=where.rank, state=rank_states.DONE), attempt)
     _wait_for_all()
+    evaluation.finish()
     return 0
 
 

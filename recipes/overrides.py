@@ -36,7 +36,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
 
 
 # what NeMo-Run's configuration of a run consists of: the parameters of training/pretrain.py
-SLOTS = ("model", "data", "trainer", "log", "resume", "optim", "speed")
+SLOTS = ("model", "data", "trainer", "log", "resume", "optim", "speed", "evaluate")
 # paths that the launcher sets, and how to say what a user may mean by them
 _OWNED = {
     "log.explicit_log_dir": "--runs DIR puts all runs, with their logs, into another folder",

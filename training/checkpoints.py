@@ -61,6 +61,7 @@ class StepCheckpoint(nl.ModelCheckpoint):
         )
         self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
         self.run = RunDir.at(run_dir) if run_dir else None
+        self.on_complete: Callable[[Path], None] | None = None  # called on rank 0 with each complete checkpoint
         self.domain_losses: tuple[int, dict[str, float]] = (-1, {})  # (step, loss by domain), set by the validation
 
     def _monitor_candidates(self, trainer: pl.Trainer) -> dict[str, torch.Tensor]:
@@ -108,6 +109,8 @@ class StepCheckpoint(nl.ModelCheckpoint):
                 record_files(saved)
             finalize()
             if self.run and is_global_rank_zero():
+                if self.on_complete is not None:
+                    self.on_complete(saved)
                 self._retain(self.run)
 
         return finalize_and_retain

@@ -10,9 +10,10 @@ from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
 
-from training import compat, cpu, sigterm
+from training import compat, cpu, evaluation, sigterm
 from training.cut_files import explain_cut_files
 from training.documents import IsolateDocuments
+from training.evaluation import EvaluateCheckpoints
 from training.interrupt import Interrupted, StopOnInterrupt
 from training.speed import Speed
 from training.status_callback import StatusCallback
@@ -27,6 +28,7 @@ def pretrain(
     resume: nl.AutoResume | None = None,
     optim: OptimizerModule | None = None,
     speed: Speed | None = None,
+    evaluate: EvaluateCheckpoints | None = None,
 ) -> Path:
     """Run `llm.pretrain`, with CUDA emulated if `trainer.accelerator` is "cpu".
 
@@ -46,6 +48,9 @@ def pretrain(
     if speed is not None:
         speed.before_build(model)
         trainer.callbacks.append(speed)
+    if evaluate is not None and log is not None and evaluate.every_n_steps:
+        evaluate.attach(log.ckpt)
+        trainer.callbacks.append(evaluate)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)
     try:
         with (
@@ -53,9 +58,13 @@ def pretrain(
             explain_cut_files(getattr(data, "domain_folders", {}).values()),
         ):
             folder: Path = llm.pretrain(model=model, data=data, trainer=trainer, log=log, resume=resume, optim=optim)
+    except BaseException:
+        evaluation.stop()
+        raise
     finally:
         sigterm.kill_children()
     stopped = any(isinstance(callback, StopOnInterrupt) and callback.stop_requested for callback in trainer.callbacks)
     if stopped and trainer.global_step < trainer.max_steps:
+        evaluation.stop()
         raise Interrupted
     return folder

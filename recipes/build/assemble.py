@@ -12,6 +12,7 @@ from nemo.collections.llm.recipes.qwen2 import qwen2_trainer
 from data.module import PreparedDataModule
 from recipes.build import callbacks, checkpoint, model, optim, trainer
 from recipes.plan import Plan
+from training.evaluation import EvaluateCheckpoints
 from training.pretrain import pretrain as train
 from training.speed import Speed
 
@@ -38,6 +39,7 @@ def pretrain(plan: Plan) -> run.Partial:
         log=checkpoint.log(plan),
         resume=checkpoint.resume(plan),
         speed=run.Config(Speed),
+        evaluate=run.Config(EvaluateCheckpoints),
     )
     recipe.trainer.callbacks = callbacks.default()
     if plan.isolate_documents:  # else unset, so that configurations written before it existed are the same
