@@ -109,6 +109,20 @@ def prepare(request: PrepareRequest) -> None:
 
 
 @data.command()
+def adopt(
+    prefix: Annotated[str, typer.Argument(help="A Megatron pair, without .bin and .idx.")],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer that made the ids: a folder or a hub id.")],
+    output: Annotated[Path, typer.Option(help="Folder of the corpus, such as corpora/mine.")],
+    seed: Annotated[int, typer.Option(help="Another seed selects other validation and test documents.")] = 1234,
+) -> None:
+    """Make a corpus of an existing .bin/.idx, after checking it; nothing large is copied."""
+    from data.prepare.adopt import adopt_corpus
+
+    _console()
+    adopt_corpus(prefix, tokenizer, output, seed)
+
+
+@data.command()
 def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3) -> None:
     """Show counts, lengths and decoded samples of a corpus."""
     from data.inspect import inspect_corpus

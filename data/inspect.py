@@ -25,11 +25,12 @@ BLOCK_TOKENS = 1 << 24  # read at once
 
 @dataclass(frozen=True)
 class Pair:
-    """A memory-mapped .bin/.idx pair: ids: dtype[num_tokens], lengths: int32[num_sequences], in tokens."""
+    """A memory-mapped .bin/.idx pair: ids dtype[n], lengths int32[num_sequences] in tokens, offsets int64 in bytes."""
 
     name: str
     ids: npt.NDArray[np.integer[Any]]
     lengths: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
 
 
 def inspect_corpus(dir_or_prefix: str | Path, samples: int = 3, tokenizer: str | None = None) -> None:
@@ -114,7 +115,9 @@ def open_pair(prefix: Path) -> Pair:
     facts = read_index(prefix)
     ids = np.memmap(f"{prefix}.bin", dtype=facts.dtype, mode="r")
     lengths = np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=HEADER.size, shape=(facts.num_sequences,))
-    return Pair(prefix.name, ids, lengths)
+    place, count = HEADER.size + 4 * facts.num_sequences, (facts.num_sequences,)
+    offsets = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=place, shape=count)
+    return Pair(prefix.name, ids, lengths, offsets)
 
 
 def id_range(ids: Any) -> tuple[int, int]:
@@ -160,7 +163,8 @@ def _lengths_table(pairs: list[Pair], size: int | None) -> Any:
         table.add_column(pair.name, justify="right")
         low, high = id_range(pair.ids)
         median, p99 = np.percentile(pair.lengths, [50, 99])
-        numbers = {"documents": len(pair.lengths), "tokens": len(pair.ids), "shortest": pair.lengths.min()}
+        numbers = {"documents": len(pair.lengths), "tokens": pair.lengths.sum(dtype=np.int64)}
+        numbers |= {"shortest": pair.lengths.min()}
         numbers |= {"median": median, "mean": pair.lengths.mean(), "p99": p99, "longest": pair.lengths.max()}
         vocabulary = "unknown" if size is None else f"{size:,} ok" if high < size else f"{size:,} EXCEEDED"
         cells.append({name: f"{float(number):,.0f}" for name, number in numbers.items()})
@@ -176,10 +180,10 @@ def _print_samples(console: Any, pair: Pair, tokenizer: Any, samples: int) -> No
     from rich.panel import Panel
     from rich.text import Text
 
-    starts = np.concatenate(([0], np.cumsum(pair.lengths, dtype=np.int64)))
     count = min(samples, len(pair.lengths))
     for number in np.linspace(0, len(pair.lengths) - 1, count, dtype=int).tolist():
-        ids = pair.ids[starts[number] : starts[number + 1]].tolist()
+        start = int(pair.offsets[number]) // pair.ids.itemsize  # an adopted corpus leaves documents out
+        ids = pair.ids[start : start + int(pair.lengths[number])].tolist()
         body = Text(tokenizer.decode(ids[:SAMPLE_TOKENS]))
         if len(ids) > SAMPLE_TOKENS:
             body.append(f"\n[... {len(ids) - SAMPLE_TOKENS:,} more tokens ...]\n", style="dim")

@@ -22,7 +22,7 @@ class Source:
 
     Args:
         path: absolute path.
-        format: "txt", "html", "jsonl", "csv" or "parquet".
+        format: "txt", "html", "jsonl", "csv", "parquet" or "arrow".
         compression: "gzip", "zstd" or None.
         bytes: size on the disk.
         mtime_ns: time of the last change, in nanoseconds.
@@ -68,7 +68,7 @@ def open_bytes(source: Source) -> BinaryIO:
     return Path(source.path).open("rb", buffering=BUFFER_BYTES)
 
 
-def open_parquet(path: str) -> ParquetFile:
+def open_parquet(source: Source) -> ParquetFile:
     """Open a parquet file.
 
     Raises:
@@ -78,11 +78,11 @@ def open_parquet(path: str) -> ParquetFile:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(path)
+        return pyarrow.parquet.ParquetFile(source.path)
     except pyarrow.ArrowInvalid as error:
         found = str(error).splitlines()[0]
         raise UserError(
-            f"{path} is not a readable parquet file",
+            f"{source.path} is not a readable parquet file",
             expected="a whole parquet file",
             found=found,
             do="copy or download it again",

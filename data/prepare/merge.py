@@ -163,3 +163,16 @@ def _write_idx(path: Path, lengths: list[Any], dtype: str) -> None:
             file.write(np.arange(start, min(start + COPY_BYTES, count + 1), dtype="<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_idx(path: Path, lengths: Any, pointers: Any, dtype: str) -> None:
+    """Write an index of documents at any places of a .bin: lengths int32[n] in ids, pointers int64[n] in bytes."""
+    import numpy as np
+
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[dtype], len(lengths), len(lengths) + 1))
+        file.write(np.asarray(lengths, dtype="<i4").tobytes())
+        file.write(np.asarray(pointers, dtype="<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())

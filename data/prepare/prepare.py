@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFacts, TokenizerFacts
 from data.prepare import publish, small_corpus
+from data.prepare.chat import FORMATS, ChatTemplate
 from data.prepare.encode import EncoderSpec, reason_against_gigatoken
 from data.prepare.input_files import Shard, Source
 from data.prepare.merge import merge_split
@@ -46,6 +47,9 @@ def prepare_corpus(request: PrepareRequest) -> Manifest:
     sources = find_sources(request.inputs, exclude=output, as_text=request.text_suffixes)
     tokenizer = load_tokenizer(request.tokenizer)
     facts = tokenizer_facts(request.tokenizer, tokenizer)
+    if request.chat:
+        _check_formats(sources)
+        request = replace(request, chat_template=ChatTemplate.of(tokenizer, special_tokens(tokenizer)).source)
     try:
         output.mkdir(parents=True, exist_ok=True)
         with publish.lock_output(output):
@@ -53,6 +57,16 @@ def prepare_corpus(request: PrepareRequest) -> Manifest:
             return present or _build(request, output, sources, tokenizer, facts)
     except OSError as error:
         raise publish.explain_os_error(error, output, sources) from error
+
+
+def _check_formats(sources: list[Source]) -> None:
+    if wrong := next((source for source in sources if source.format not in FORMATS), None):
+        raise UserError(
+            f"{wrong.path} cannot hold messages",
+            expected="with --chat: .jsonl, .parquet or .arrow",
+            found=f"a .{wrong.format} file",
+            do="leave it out, or prepare it without --chat",
+        )
 
 
 def tokenizer_facts(source: str, tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
@@ -110,7 +124,7 @@ def _make_shard_spec(
         tokenizer_json=backend_json(tokenizer),
         vocab_size=facts.vocab_size,
         special_tokens=tuple(special_tokens(tokenizer)),
-        special_text=request.special_text,
+        special_text=request.settings()["special_text"],
         backend="hf",
     )
     reason = "--encoder hf" if request.encoder == "hf" else reason_against_gigatoken(encoder)
@@ -126,6 +140,7 @@ def _make_shard_spec(
         field=request.field,
         txt_unit=request.txt_unit,
         on_error=request.on_error,
+        chat=ChatTemplate.of(tokenizer, special_tokens(tokenizer)) if request.chat else None,
     )
 
 

@@ -11,7 +11,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 from common.errors import UserError
@@ -34,18 +34,25 @@ from data.prepare.record_errors import (
 
 MAX_DOCUMENT_BYTES = 1 << 29
 UTF8_BOM = b"\xef\xbb\xbf"
+ToText = Callable[[Any, str], str]  # of the value of a field, and the field's name
 Line = tuple[int, "str | BadRecordError"]  # with its number, counted from the start of the piece (1-based)
 
 
-def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRecordError]:
+def read_piece(
+    piece: Piece, field: str, txt_unit: str, to_text: ToText | None = None
+) -> Iterator[str | BadRecordError]:
     """Yield the documents of a piece in order, and a BadRecordError in the place of each unusable one.
+
+    Args:
+        to_text: makes the text of the value of `field` in a .jsonl or table; default: it is the text.
 
     Raises:
         UserError: the file as a whole cannot be read.
     """
     source = piece.source
-    if source.format == "parquet":
-        yield from _read_parquet(piece, field)
+    to_text = to_text or check_text
+    if source.format in ("parquet", "arrow"):
+        yield from _read_table(piece, field, to_text)
         return
     try:
         with open_bytes(source) as file:
@@ -54,7 +61,7 @@ def read_piece(piece: Piece, field: str, txt_unit: str) -> Iterator[str | BadRec
             if source.format == "csv":
                 yield from _read_csv(source, _decode_lines(piece, file), field)
             elif source.format == "jsonl":
-                yield from _read_jsonl(piece, _decode_lines(piece, file), field)
+                yield from _read_jsonl(piece, _decode_lines(piece, file), field, to_text)
             elif source.format == "html":
                 text = _read_text_file(piece, file)
                 yield extract_text(text) if isinstance(text, str) else text
@@ -91,20 +98,20 @@ def _decode_lines(piece: Piece, file: BinaryIO) -> Iterator[Line]:
             yield number, problem
 
 
-def _read_jsonl(piece: Piece, lines: Iterable[Line], field: str) -> Iterator[str | BadRecordError]:
+def _read_jsonl(piece: Piece, lines: Iterable[Line], field: str, to_text: ToText) -> Iterator[str | BadRecordError]:
     for number, line in lines:
         if isinstance(line, BadRecordError):
             yield line
         elif not line.isspace():
             try:
-                yield _text_of(_parse_json(line, field), field)
+                yield _text_of(_parse_json(line, field), field, to_text)
             except json.JSONDecodeError as error:
                 what = f"broken JSON ({error.msg} at column {error.colno})"
                 yield bad_line_error(piece, number, what, "one JSON object per line", line)
             except RecursionError:
                 yield bad_line_error(piece, number, "JSON nested too deeply", "one flat JSON object per line", line)
             except UnlocatedRecordError as error:
-                expected = f"a text in the field {field!r}"
+                expected = f"{'a text' if to_text is check_text else 'messages'} in the field {field!r}"
                 yield bad_line_error(piece, number, error.what, expected, error.found, error.do)
 
 
@@ -124,16 +131,16 @@ def _parse_json(line: str, field: str) -> Any:
     return value
 
 
-def _text_of(record: Any, field: str) -> str:
+def _text_of(record: Any, field: str, to_text: ToText) -> str:
     if not isinstance(record, dict):
         raise UnlocatedRecordError(f"a JSON {type(record).__name__}, not an object", repr(record))
     if field not in record:
         do = "name the field that holds the text with --field, or leave such lines out with --on-error skip"
         raise UnlocatedRecordError(f"no field {field!r}", describe_fields(list(record), field), do)
-    return _check_text(record[field], field)
+    return to_text(record[field], field)
 
 
-def _check_text(value: Any, field: str) -> str:
+def check_text(value: Any, field: str) -> str:
     """The text of a field; null counts as an empty document."""
     if value is None:
         return ""
@@ -247,18 +254,48 @@ def _join_paragraphs(lines: Iterable[Line]) -> Iterator[str | BadRecordError]:
         yield "".join(paragraph).rstrip("\r\n")
 
 
-def _read_parquet(piece: Piece, field: str) -> Iterator[str | BadRecordError]:
-    path = piece.source.path
-    file = open_parquet(path)
-    names = file.schema_arrow.names
-    _find_column(piece.source, names, field)
+def _read_table(piece: Piece, field: str, to_text: ToText) -> Iterator[str | BadRecordError]:
+    """The rows of a .parquet file's row groups, or of a whole .arrow file."""
+    expected = "a column of strings" if to_text is check_text else "a column of messages"
+    read = _read_parquet if piece.source.format == "parquet" else _read_arrow
+    for before, batch in read(piece, field):
+        for row, value in enumerate(batch.column(field).to_pylist(), start=before + 1):
+            try:
+                yield to_text(value, field)
+            except UnlocatedRecordError as error:
+                what = f"{piece.source.path}, row {row}: {error.what}"
+                yield BadRecordError(what, expected=expected, found=error.found[:200], do=SKIP_HINT)
+
+
+def _read_parquet(piece: Piece, field: str) -> Iterator[tuple[int, Any]]:
+    """The record batches of a piece, each with the number of the file's rows before it."""
+    file = open_parquet(piece.source)
+    _find_column(piece.source, file.schema_arrow.names, field)
     row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
     groups = list(range(piece.start, piece.end))
     for batch in file.iter_batches(batch_size=1024, row_groups=groups, columns=[field]):
-        for value in batch.column(0).to_pylist():
-            row += 1
-            try:
-                yield _check_text(value, field)
-            except UnlocatedRecordError as error:
-                what = f"{path}, row {row}: {error.what}"
-                yield BadRecordError(what, expected="a column of strings", found=error.found[:200], do=SKIP_HINT)
+        yield row, batch
+        row += batch.num_rows
+
+
+def _read_arrow(piece: Piece, field: str) -> Iterator[tuple[int, Any]]:
+    """Record batches of a file that `datasets` has written (the stream format), memory-mapped."""
+    import pyarrow
+
+    path, row = piece.source.path, 0
+    try:
+        with pyarrow.memory_map(path) as file, pyarrow.ipc.open_stream(file) as stream:
+            _find_column(piece.source, stream.schema.names, field)
+            for batch in stream:
+                for start in range(0, batch.num_rows, 1024):
+                    yield row + start, batch.slice(start, 1024)
+                row += batch.num_rows
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        raise UserError(
+            f"{path} is not a readable arrow file",
+            expected="a whole file as datasets' save_to_disk writes it",
+            found=str(error).splitlines()[0],
+            do="save or copy the data set again",
+        ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class PrepareRequest:
     """The inputs and options of one prepared corpus.
 
     `shard_bytes` is no option of the command line: the input bytes per shard, the unit in which work is divided among
-    the workers and progress is saved.
+    the workers and progress is saved. Neither is `chat_template`: the tokenizer's, where `chat` is asked for.
     """
 
     inputs: list[str] = option(f"Files, globs or folders (searched recursively): {SUPPORTED}.")
@@ -31,6 +32,10 @@ class PrepareRequest:
     workers: int | None = option("Number of processes; by default one per core.", default=None)
     on_error: str = option("At an unusable record: stop, or skip it and count it.", default="stop")
     txt_unit: str = option("What one document of a .txt file is: file, line or paragraph.", default="file")
+    chat: bool = option(
+        "The field holds messages (role, content): encode them by the chat template (--field messages --chat).",
+        default=False,
+    )
     as_text: str = option("More suffixes to read as text, for source code (--as-text .py,.c).", default="")
     special_text: str = option(
         "What '<|endoftext|>' inside a document becomes: plain text, or the control token.", default="plain"
@@ -38,6 +43,7 @@ class PrepareRequest:
     encoder: str = option("auto (gigatoken where its ids equal HF's) or hf.", default="auto")
     overwrite: bool = option("Replace a corpus, or an interrupted run, made with other options.", default=False)
     shard_bytes: int = 32 << 20
+    chat_template: str = ""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -67,14 +73,16 @@ class PrepareRequest:
 
     def settings(self) -> dict[str, Any]:
         """The options that decide the bytes of the corpus, besides the sources and the tokenizer."""
+        chat = {"chat_template": hashlib.sha256(self.chat_template.encode()).hexdigest()[:16]} if self.chat else {}
         return {
             "field": self.field,
             "split": list(self.shares),
             "seed": self.seed,
             "dedup": self.dedup,
             "txt_unit": self.txt_unit,
-            "special_text": self.special_text,
+            "special_text": "control" if self.chat else self.special_text,  # what a template writes is control
             "shard_bytes": self.shard_bytes,
+            **chat,
         }
 
     def check(self) -> None:

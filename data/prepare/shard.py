@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from data.manifest import SPLITS
+from data.prepare.chat import ChatTemplate
 from data.prepare.encode import EncodeCounts, Encoder, EncoderSpec
 from data.prepare.input_files import Shard, Source
 from data.prepare.readers import read_piece
@@ -44,6 +45,7 @@ class ShardSpec:
         seed: key of the split hash.
         shares: share of each split, in the order of `SPLITS`.
         field, txt_unit, on_error: as in `PrepareRequest`.
+        chat: renders the messages in `field`; None where it holds text.
         moves: first 64 bits of a document's hash -> number of its split, for documents whose hash says another one.
     """
 
@@ -56,6 +58,7 @@ class ShardSpec:
     field: str
     txt_unit: str
     on_error: str
+    chat: ChatTemplate | None = None
     moves: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -165,7 +168,7 @@ def _batches(shard: Shard, spec: ShardSpec, report: ShardReport) -> Iterator[tup
 
 def _records(shard: Shard, spec: ShardSpec) -> Iterator[tuple[Source, str | BadRecordError]]:
     for piece in shard:
-        for record in read_piece(piece, spec.field, spec.txt_unit):
+        for record in read_piece(piece, spec.field, spec.txt_unit, spec.chat.render if spec.chat else None):
             yield piece.source, record
 
 

@@ -26,6 +26,7 @@ FORMATS = {
     ".ndjson": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
 # suffixes for whose files --as-text is suggested
 SOURCE_CODE = (
@@ -33,7 +34,7 @@ SOURCE_CODE = (
 )
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BLANK_LINE = re.compile(rb"\n[ \t\r]*\n")
-SUPPORTED = ".txt .md .rst .html .jsonl .json .ndjson .csv (each also with .gz or .zst) and .parquet"
+SUPPORTED = ".txt .md .rst .html .jsonl .json .ndjson .csv (each also with .gz or .zst), .parquet and .arrow"
 log = logging.getLogger("launch")
 
 
@@ -47,7 +48,7 @@ def classify(path: str, as_text: Collection[str] = ()) -> tuple[str, str | None]
     compression = COMPRESSIONS.get(name.suffix)
     suffix = name.with_suffix("").suffix if compression else name.suffix
     kind = "txt" if suffix in as_text else FORMATS.get(suffix)
-    if kind is None or (kind == "parquet" and compression is not None):
+    if kind is None or (kind in ("parquet", "arrow") and compression is not None):
         return None
     return kind, compression
 
@@ -119,6 +120,10 @@ def _log_left_out(folder: Path, files: list[Path]) -> None:
 def _walk(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if "dataset_dict.json" in names:
+            raise _several_splits_error(Path(root))
+        if {"state.json", "dataset_info.json"} <= set(names):  # datasets' save_to_disk: the other files describe it
+            names = [name for name in names if name.endswith(".arrow")]
         yield from (Path(root, name) for name in names if not name.startswith("."))
 
 
@@ -128,7 +133,9 @@ def _divide(source: Source, txt_unit: str, shard_bytes: int) -> Iterator[Piece]:
     if source.format == "parquet":
         yield from _divide_parquet(source, shard_bytes)
         return
-    whole = source.compression or source.format in ("csv", "html") or (source.format, txt_unit) == ("txt", "file")
+    whole = (
+        source.compression or source.format in ("csv", "html", "arrow") or (source.format, txt_unit) == ("txt", "file")
+    )
     if whole or source.bytes <= shard_bytes:
         yield Piece(source, 0, -1, source.bytes)
         return
@@ -159,7 +166,7 @@ def _next_boundary(source: Source, offset: int, paragraph: bool) -> int:
 
 def _divide_parquet(source: Source, shard_bytes: int) -> Iterator[Piece]:
     """Runs of row groups whose compressed size reaches `shard_bytes` (their text is larger)."""
-    metadata = open_parquet(source.path).metadata
+    metadata = open_parquet(source).metadata
     groups = metadata.num_row_groups
     share = max(1, source.bytes // max(groups, 1))
     start = size = 0
@@ -168,6 +175,16 @@ def _divide_parquet(source: Source, shard_bytes: int) -> Iterator[Piece]:
         if size >= shard_bytes or group == groups - 1:
             yield Piece(source, start, group + 1, size)
             start, size = group + 1, 0
+
+
+def _several_splits_error(folder: Path) -> UserError:
+    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+    return UserError(
+        f"{folder} holds several splits of a data set",
+        expected="one split, so that test data are not trained on",
+        found=", ".join(splits) or "dataset_dict.json without a split",
+        do=f"give {folder / splits[0]}" if splits else "save the data set again",
+    )
 
 
 def _no_match_error(text: str) -> UserError:
