@@ -16,6 +16,7 @@ from common.options import options_from
 from data.prepare.request import PrepareRequest
 from launcher.command_help import FullSummaries, GroupedHelp
 from launcher.requests import ResumeRequest, TrainRequest
+from planning.request import PlanRequest
 from report.evaluation.request import EvaluateRequest
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -73,6 +74,15 @@ def resume(request: ResumeRequest) -> None:
     _console()
     with request.folder() as folder:
         raise typer.Exit(launch(request.spec(folder), explain_failure))
+
+
+@app.command(rich_help_panel=BEFORE)
+@options_from(PlanRequest, arguments=("recipe", "overrides"))
+def plan(request: PlanRequest) -> None:
+    """Say what a run will train, whether it fits, how long it takes, and what speaks against it."""
+    from planning.command import show_plan
+
+    raise typer.Exit(show_plan(request))
 
 
 @app.command(rich_help_panel=BEFORE)

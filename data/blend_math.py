@@ -102,7 +102,8 @@ class ResolvedBlend:
 
     def table(self) -> list[str]:
         """Printable lines: a header, one line per domain, the totals, the warnings."""
-        width = max(6, *(len(domain.name) for domain in (*self.domains, *self.validated_only)))
+        names = [*(domain.name for domain in self.domains), *(domain.name for domain in self.validated_only)]
+        width = max(6, *map(len, names))
         row = f"{{:<{width}}}  {{:<6}}  {{:>7}}  {{:>15}}  {{:>15}}  {{:>7}}"
         lines = [row.format("domain", "role", "share", "tokens in it", "tokens planned", "epochs")]
         for d in self.domains:

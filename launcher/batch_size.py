@@ -71,7 +71,7 @@ def fit(resolved: Resolved, folder: RunDir, gpus: Gpus | None, *, trains_elsewhe
     return _fit_replicas(resolved)
 
 
-def _implementation(resolved: Resolved, gpus: Gpus) -> memory.Path:
+def implementation(resolved: Resolved, gpus: Gpus) -> memory.Path:
     """Which code trains: it decides how much memory a sample takes."""
     if any(one.path in memory.MEMORY_LEVERS and one.text.strip().lower() == "false" for one in resolved.overrides):
         return "plain"
@@ -80,7 +80,7 @@ def _implementation(resolved: Resolved, gpus: Gpus) -> memory.Path:
 
 def _fill_gpu(resolved: Resolved, gpus: Gpus) -> Resolved:
     """The same global batch in as few pieces as fit: larger matrix products, fewer launches."""
-    plan, size, path = resolved.plan, gpus.gib, _implementation(resolved, gpus)
+    plan, size, path = resolved.plan, gpus.gib, implementation(resolved, gpus)
     best = memory.largest_micro_batch(plan, size, path)
     if best == plan.micro_batch_size:
         return resolved
@@ -100,7 +100,7 @@ def _fit_profile(resolved: Resolved, gpus: Gpus | None) -> Resolved:
     if gpus is None:
         gpus = Gpus(memory.ASSUMED_GPU_GIB)
         log.info("profile %s: no GPU to ask on this machine, %.0f GiB assumed", plan.memory_profile, gpus.gib)
-    size, path = gpus.gib, _implementation(resolved, gpus)
+    size, path = gpus.gib, implementation(resolved, gpus)
     fitted, reasons = memory.fit(plan, plan.memory_profile, size, path)
     for reason in reasons:
         log.info("%s", reason)

@@ -24,7 +24,6 @@ from common.spec import RunSpec
 from launcher import batch_size, build, data_records
 from launcher.resume import newest_good_checkpoint
 from launcher.sending import sending
-from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
 from training import heartbeat, sigterm
 from training.distributed.rank_env import RankInfo, clear_rank_variables, read_rank, set_torchrun_variables
@@ -69,7 +68,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
                 check_resumable(folder)
             resolved = _fit_batch(resolved, folder, where)
             if where.local_rank == 0:
-                _check(resolved.plan, folder)
+                _check(resolved, folder)
         if built is None:
             built = build.build(resolved, folder, adapt_to_machine=True)
             for line in built.lines:
@@ -99,11 +98,14 @@ def _fit_batch(resolved: Resolved, folder: RunDir, where: RankInfo) -> Resolved:
     return fitted
 
 
-def _check(plan: Plan, folder: RunDir) -> None:
+def _check(resolved: Resolved, folder: RunDir) -> None:
     """Preflight on the machine that trains, where the launcher could not look."""
     from launcher.preflight import check as preflight
+    from launcher.preflight.room import Card
 
-    if fatal := [finding.problem.what for finding in preflight.check(plan, folder) if finding.fatal]:
+    gpus = batch_size.gpus_of_this_machine(resolved.plan)
+    card = None if gpus is None else Card(gpus.gib, batch_size.implementation(resolved, gpus))
+    if fatal := [f.problem.what for f in preflight.check(resolved.plan, folder, card=card) if f.fatal]:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 

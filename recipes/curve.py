@@ -1,10 +1,21 @@
-"""The picture of a learning-rate schedule, drawn before a run."""
+"""The picture of a learning-rate schedule before a run: as a PNG, or as rows of text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from recipes.schedules import Schedule
+
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def sketch(schedule: Schedule, max_steps: int, width: int = 60, height: int = 4) -> list[str]:
+    """Draw lr over the steps of a run of `max_steps` as `height` rows of bars; the highest bar is the peak."""
+    width = min(width, max_steps)
+    steps = [min(max_steps - 1, round(i * (max_steps - 1) / max(1, width - 1))) for i in range(width)]
+    levels = [round(schedule.lr(step) / schedule.max_lr * 8 * height) for step in steps]
+    rows = range(height - 1, -1, -1)
+    return ["".join(_EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels).rstrip() for row in rows]
 
 
 def plot(schedule: Schedule, max_steps: int, path: Path) -> None:

@@ -32,6 +32,7 @@ FRAGMENTS = 1.04  # reserved by the allocator / allocated, with expandable segme
 PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # shares of a GPU's memory
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
 LARGEST_MICRO_BATCH = 32  # samples; larger ones were never measured
+ESTIMATE_ERROR = 0.05  # the measured peaks are within this share of the estimate (docs/measurements/gpu-memory.md)
 DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for validation and for the estimate's error
 ADVISED_BYTES = 20e9  # free memory of a GPU for Qwen2.5-0.5B, activations included
 ASSUMED_GPU_GIB = 80.0  # where no GPU can be asked
@@ -107,6 +108,11 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     )
 
 
+def cpu_state_bytes(plan: Plan) -> float:
+    """What a rank on a CPU holds at any batch size: fp32 weights, gradients and two moments of Adam."""
+    return 16.0 * plan.shape.num_parameters / max(1, plan.tensor_parallel * plan.pipeline_parallel)
+
+
 def share_of(profile: str) -> float:
     """The share of a GPU's memory that a memory profile takes, in 0..1.
 
@@ -150,12 +156,18 @@ def fit(plan: Plan, profile: str, gpu_gib: float, path: Path = "fast") -> tuple[
 
 def largest_micro_batch(plan: Plan, gpu_gib: float, path: Path = "fast") -> int:
     """The largest micro batch that keeps the global batch and fits into `DEFAULT_SHARE` of a GPU; at least 1."""
+    return largest_that_fits(plan, DEFAULT_SHARE * gpu_gib, path) or 1
+
+
+def largest_that_fits(plan: Plan, gib: float, path: Path = "fast") -> int | None:
+    """The largest micro batch that keeps the global batch and needs at most `gib` of each GPU; None if none does."""
     share = plan.global_batch_size // max(1, plan.data_parallel)
-    for size in range(min(LARGEST_MICRO_BATCH, share), 1, -1):
+    rounds = plan.pipeline_parallel if plan.virtual_pipeline else 1  # virtual stages take micro batches in such rounds
+    for size in range(min(LARGEST_MICRO_BATCH, share), 0, -1):
         sized = dataclasses.replace(plan, micro_batch_size=size)
-        if share % size == 0 and estimate(sized, path).gpu_gib <= DEFAULT_SHARE * gpu_gib:
+        if share % size == 0 and share // size % rounds == 0 and estimate(sized, path).gpu_gib <= gib:
             return size
-    return 1
+    return None
 
 
 def _lengths(most: int) -> list[int]:

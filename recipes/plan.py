@@ -43,13 +43,22 @@ class Shape:
     @property
     def num_parameters(self) -> int:
         """Trainable parameters; a tied output layer counts once."""
+        return sum(self.parameters_by_part.values())
+
+    @property
+    def parameters_by_part(self) -> dict[str, int]:
+        """Trainable parameters of each part; a tied output layer has none of its own."""
         head_dim = self.hidden_size // self.num_attention_heads
         qkv = (self.num_attention_heads + 2 * self.num_query_groups) * head_dim
         attention = self.hidden_size * qkv + qkv + self.num_attention_heads * head_dim * self.hidden_size
-        mlp = 3 * self.hidden_size * self.ffn_hidden_size
         embedding = self.vocab_size * self.hidden_size
-        per_layer = attention + mlp + 2 * self.hidden_size
-        return self.num_layers * per_layer + self.hidden_size + embedding * (1 if self.tied else 2)
+        return {
+            "embedding": embedding,
+            "attention": self.num_layers * attention,
+            "feed-forward": self.num_layers * 3 * self.hidden_size * self.ffn_hidden_size,
+            "norms": (2 * self.num_layers + 1) * self.hidden_size,
+            "output layer": 0 if self.tied else embedding,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,18 @@ from collections.abc import Iterator
 
 from common.domain_losses import FORGOTTEN, UNCLEAR
 from common.run_status import FAILED
-from report.analysis import DomainChange, DomainTokens, find_spikes, get_progress
-from report.read import RunFiles, number
+from launcher.earlier_runs import highest_rate
+from recipes.advice import Facts, advise
+from report.analysis import (
+    DomainChange,
+    DomainTokens,
+    blend_domains,
+    find_spikes,
+    get_progress,
+    planned_replay_share,
+)
+from report.read import RunFiles, finite, number
 
-EPOCHS = 4.0  # beyond this, repeated tokens teach little (Muennighoff et al., 2023, arXiv 2305.16264)
 MUCH = 0.1  # nats per token, on a domain that is not new
 HOT = 0.05  # share of the samples of the GPUs
 DRIFT = 0.02  # difference between planned and consumed share of tokens
@@ -18,7 +26,7 @@ DRIFT = 0.02  # difference between planned and consumed share of tokens
 
 def find_warnings(files: RunFiles, changes: list[DomainChange], tokens: list[DomainTokens]) -> list[str]:
     """One sentence for each, the most serious first."""
-    return [*_training(files), *_validation(changes), *_tokens(tokens), *_state(files)]
+    return [*_training(files), *_validation(changes), *_advice(files, tokens), *_tokens(tokens), *_state(files)]
 
 
 def _format_steps(steps: list[int]) -> str:
@@ -55,11 +63,26 @@ def _validation(changes: list[DomainChange]) -> Iterator[str]:
             yield f"{c.domain} was first validated at step {c.base_step:,}: the zero line is not the base model."
 
 
+def _advice(files: RunFiles, tokens: list[DomainTokens]) -> Iterator[str]:
+    """What published work says against such a training, as the plan said before it (recipes/advice.py)."""
+    new = [domain for domain in blend_domains(files) if domain.get("role") == "new"]
+    available = [finite(domain.get("tokens_available")) for domain in new]
+    parameters = finite(files.records.get("gates.json", {}).get("parameters"))
+    base = files.records.get("base.json", {}).get("source")
+    facts = Facts(
+        base=base if isinstance(base, str) else None,
+        num_parameters=int(parameters) if parameters else None,
+        new_tokens=sum(value or 0.0 for value in available) if new and None not in available else None,
+        replay_share=planned_replay_share(files),
+        epochs={t.domain: max(t.planned_epochs or 0.0, t.consumed_epochs or 0.0) for t in tokens},
+        max_lr=finite(files.at("optim.config.lr")),
+        tried_lr=highest_rate(files.run, base) if isinstance(base, str) else None,
+    )
+    yield from (f"{advice}." for advice in advise(facts))
+
+
 def _tokens(tokens: list[DomainTokens]) -> Iterator[str]:
     for t in tokens:
-        epochs = max(t.planned_epochs or 0.0, t.consumed_epochs or 0.0)
-        if epochs > EPOCHS:
-            yield f"{t.domain} is read {epochs:.1f} times: beyond {EPOCHS:.0f} epochs repeated tokens teach little."
         if t.consumed_share is not None and t.planned_share is not None:
             drift = t.consumed_share - t.planned_share
             if abs(drift) > DRIFT:

@@ -89,7 +89,8 @@ def documents_of_labels(dataset: Any, index: int) -> NDArray[Any]:
     lengths = dataset.dataset.sequence_lengths[documents].astype(numpy.int64)
     lengths[-1] = end + 1  # one token more than the sample's length: the last label
     lengths[0] -= offset
-    return numpy.repeat(documents, lengths)[1:]
+    labels: NDArray[Any] = numpy.repeat(documents, lengths)[1:]
+    return labels
 
 
 def save_first(path: Path, step: int, domains: dict[str, DocumentLosses]) -> None:

@@ -121,7 +121,7 @@ class DomainValidation(pl.Callback):
                 }
                 for name, loss in losses.items()
             }
-            self._report(trainer, rows)
+            self._report(trainer, rows, time.perf_counter() - start)
         VALIDATION_TIME.seconds += time.perf_counter() - start
 
     def _first_validation(
@@ -137,7 +137,7 @@ class DomainValidation(pl.Callback):
                 save_first(run.first_validation, *self._first)
         return self._first
 
-    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, Any]]) -> None:
+    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, Any]], seconds: float) -> None:
         """Write the measures of each domain to the log, to the loggers (TensorBoard) and to metrics.jsonl."""
         step, mean = trainer.global_step, sum(row["loss"] for row in rows.values()) / len(rows)
         for name, row in rows.items():
@@ -146,7 +146,8 @@ class DomainValidation(pl.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(numbers, step=step)
         for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
-            progress.append_metrics({"step": step, "time": time.time(), "val_loss": mean, "validation": rows})
+            row = {"step": step, "time": time.time(), "seconds": seconds, "val_loss": mean, "validation": rows}
+            progress.append_metrics(row)
 
 
 def _format_measures(row: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import shutil
@@ -19,28 +20,30 @@ from launcher.preflight.data import check_base_model, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
+from launcher.preflight.room import Card, check_room
 from recipes import limits
 from recipes.plan import Plan
 
 log = logging.getLogger("launch")
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("recipes", "data", "training", "launcher", "convert", "report", "doctor", "common")
+PACKAGES = ("recipes", "data", "training", "launcher", "convert", "planning", "watch", "report", "doctor", "common")
 
 
-def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -> list[Finding]:
+def check(
+    plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True, card: Card | None = None
+) -> list[Finding]:
     """Make every check and log the findings, all at once; without findings, log how many checks passed.
 
     Args:
         machine: this is the machine that trains; if not, its GPUs, memory and ports are left unchecked.
         data: the files of the run can be read here; if not, corpora, base model and disk are left unchecked.
+        card: the smallest GPU that a rank gets, here or elsewhere; None where it is not known.
 
     Returns:
         the findings; the run cannot start if one of them is fatal.
     """
-    checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
-    findings = [
-        replace(finding, in_numbers=name in _CHECKS) for name, make in checks.items() for finding in make(plan, run)
-    ]
+    checks = _select(plan, machine, data, card)
+    findings = _find(checks, plan, run)
     for finding in findings:
         log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
     if not findings:
@@ -48,6 +51,24 @@ def check(plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True) -
     if left := (_MACHINE_CHECKS.keys() | _DATA_CHECKS.keys()) - checks.keys():
         log.info("preflight: the ranks check %s when they start", ", ".join(sorted(left)))
     return findings
+
+
+def find(plan: Plan, run: RunDir, *, machine: bool, data: bool, card: Card | None) -> list[Finding]:
+    """The findings of `check`, without a word in the log."""
+    return _find(_select(plan, machine, data, card), plan, run)
+
+
+def _select(plan: Plan, machine: bool, data: bool, card: Card | None) -> dict[str, _Check]:
+    checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
+    if card is not None or (machine and plan.accelerator == "cpu"):
+        checks["peak memory"] = functools.partial(check_room, card=card)
+    return checks
+
+
+def _find(checks: dict[str, _Check], plan: Plan, run: RunDir) -> list[Finding]:
+    return [
+        replace(finding, in_numbers=name in _CHECKS) for name, make in checks.items() for finding in make(plan, run)
+    ]
 
 
 def _check_packages(plan: Plan, run: RunDir) -> Iterator[Finding]:
@@ -142,6 +163,11 @@ def _check_loggers(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
 
 
+def checkpoint_disk_bytes(plan: Plan) -> int:
+    """The most that the checkpoints take: one more than is kept, as a new one is complete before an old one goes."""
+    return plan.checkpoint_bytes * (plan.keep_checkpoints + bool(plan.keep_best) + 1)
+
+
 def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
     parent = next(p for p in (run.path, *run.path.absolute().parents) if p.exists())
     try:
@@ -155,9 +181,8 @@ def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="change its rights, or run from another folder",
         )
         return
-    # one more than is kept: a new checkpoint is complete before an old one is deleted
     kept = plan.keep_checkpoints + bool(plan.keep_best)
-    need, free = plan.checkpoint_bytes * (kept + 1), shutil.disk_usage(parent).free
+    need, free = checkpoint_disk_bytes(plan), shutil.disk_usage(parent).free
     if need > free:
         yield error(
             "not enough disk for the checkpoints",

@@ -42,8 +42,8 @@ def test_a_good_plan_has_no_findings(corpus: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         assert _check(corpus) == []
     assert [record.message for record in caplog.records] == [
-        "preflight: 10 checks passed (packages, batch and sequence, parallel layout, schedule, GPUs, memory and ports,"
-        " loggers, corpora, base model, disk)"
+        "preflight: 11 checks passed (packages, batch and sequence, parallel layout, schedule, GPUs, memory and ports,"
+        " loggers, corpora, base model, disk, peak memory)"
     ]
 
 
