@@ -79,7 +79,7 @@ def resume(request: ResumeRequest) -> None:
 @app.command(rich_help_panel=BEFORE)
 @options_from(PlanRequest, arguments=("recipe", "overrides"))
 def plan(request: PlanRequest) -> None:
-    """Say what a run will train, whether it fits, how long it takes, and what speaks against it."""
+    """Say what a run trains, whether it fits and how long it takes."""
     from planning.command import show_plan
 
     raise typer.Exit(show_plan(request))

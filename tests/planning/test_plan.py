@@ -99,7 +99,9 @@ def test_a_run_that_cannot_fit_is_refused_with_the_micro_batch_that_does(capsys:
 
 def test_time_is_scaled_from_the_docs_and_says_how() -> None:
     h100, a100 = _plan("qwen25_500m", gpu="H100").cost, _plan("qwen25_500m", gpu="A100").cost
-    assert h100.tokens_per_second == 132387 and h100.source.startswith("from docs' table: docs/measurements/one-gpu")
+    assert h100.tokens_per_second == 132387 and h100.source.startswith(
+        "from docs' table: docs/measurements/one-gpu-throughput.md"
+    )
     assert a100.tokens_per_second == pytest.approx(132387 * 312 / 989)
     assert "x 0.315 (matrix rate, 312 of 989 TFLOP/s)" in a100.source and "scaled" in a100.source
     dual = _plan("qwen25_500m_dual", gpu="H100").cost
