@@ -63,7 +63,7 @@ test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target style types every
 
 every:
-	$(BIN)/pytest --numprocesses 3 --dist loadfile -m "$(TESTS)"
+	$(BIN)/pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "$(TESTS)"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,8 @@ from tests import fork_server
 ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would all it starts
 os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+
+SECONDS = {"slow": 30.0, "daemons": 20.0, "nemo": 8.0}  # of a test with this marker, on average
 
 _SERVING = pytest.StashKey[ExitStack]()
 
@@ -41,6 +44,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(USE_TORCH="0", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
     if config.getoption("numprocesses", 0) and "not nemo" not in config.option.markexpr:
         config.stash[_SERVING].enter_context(fork_server.serving())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest first, so that no worker is left with one of them at the end."""
+    seconds: dict[Path, float] = defaultdict(float)
+    for item in items:
+        seconds[item.path] += next((s for name, s in SECONDS.items() if item.get_closest_marker(name)), 0.1)
+    items.sort(key=lambda item: -seconds[item.path])  # stable: the tests of a file keep their order
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
