@@ -106,7 +106,7 @@ def _launch(
     fit_to_start = not findings
     if findings and (not spec.dryrun or any(finding.in_numbers for finding in findings)):
         return EXIT_PREFLIGHT
-    with _stdout_is_stderr() as stdout:
+    with stdout_is_stderr() as stdout:
         built = build.build(resolved, folder, adapt_to_machine=trains_here)
         for line in () if is_retry else built.lines:
             log.info("%s", line)
@@ -292,7 +292,7 @@ def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | Non
 
 
 @contextlib.contextmanager
-def _stdout_is_stderr() -> Iterator[TextIO]:
+def stdout_is_stderr() -> Iterator[TextIO]:
     """Send what libraries print to standard error, so that a dry run's standard output is YAML alone."""
     sys.stdout.flush()
     kept = os.dup(1)

@@ -98,12 +98,13 @@ def calibrate(resolved: Resolved, hardware: Hardware) -> Calibration:
     Raises:
         ProjectError: the run cannot start, or failed.
     """
-    from launcher.launch import launch
+    from launcher.launch import launch, stdout_is_stderr
 
     folder = _free_folder(resolved)
     spec = short_spec(resolved.spec, folder.name)
     started = time.time()
-    code = launch(spec)
+    with stdout_is_stderr():  # standard output is the plan's
+        code = launch(spec)
     if code != 0:
         raise ProjectError(
             "the 20 steps of --calibrate failed",
