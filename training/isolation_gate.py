@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from megatron.core import parallel_state
 from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
@@ -74,13 +75,15 @@ def _largest_difference(
 ) -> float:
     """The largest difference of two samples' losses from token `first` on, over all ranks."""
     data, model = trainer.datamodule, trainer.strategy.model
+    copies = parallel_state.get_pipeline_model_parallel_world_size()  # virtual stages take rounds of as many
     batches = [torch.utils.data.default_collate([one] * data.micro_batch_size) for one in (sample, changed)]
+    batches = [batch for batch in batches for _ in range(copies)]
     model.eval()
     losses = forward_losses(model, batches, data, lambda losses, *_: losses.detach().clone())
     model.train()
     largest = torch.zeros(1, dtype=torch.float64, device=torch.cuda.current_device())
     if losses:
-        before, after = (one.double().view(-1, data.seq_length)[:, first:] for one in losses)
+        before, after = (one.double().view(-1, data.seq_length)[:, first:] for one in losses[::copies])
         largest[0] = (before - after).abs().max()
     torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
     return float(largest)
