@@ -17,7 +17,7 @@ from common.rundir import RunDir
 from common.spec import RunSpec
 from doctor.nodes import check_options, guess_executor
 from launcher.cluster_file import Cluster
-from tests import fork_server
+from tests.fork_server import python_path
 from training.distributed.rank_env import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,13 +28,13 @@ def _ranks(folder: RunDir, world: int, **environ: str) -> list[int]:
     folder.path.mkdir(parents=True)
     folder.write(RunSpec(recipe="doctor"), "", [Setting("GLOO_SOCKET_IFNAME", "lo", "cluster file", "c.yaml")], [])
     common = {
-        **fork_server.real_start(),
+        **os.environ,
         **environ,
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
     }
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "PYTHONPATH": str(ROOT)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "PYTHONPATH": python_path(ROOT)}
     command = [sys.executable, "-m", "doctor.node_rank", str(folder.path)]
     ranks = [subprocess.Popen(command, env={**common, "RANK": str(rank)}) for rank in range(world)]
     return [rank.wait(timeout=100) for rank in ranks]

@@ -49,6 +49,11 @@ def variables() -> dict[str, str]:
     return {key: os.environ[key] for key in (VARIABLE, "PYTHONPATH") if VARIABLE in os.environ}
 
 
+def python_path(folder: Path) -> str:
+    """`folder` as PYTHONPATH for a process that may be served."""
+    return os.pathsep.join([str(FOLDER / "site"), str(folder)])
+
+
 def real_start() -> dict[str, str]:
     """This environment without the server, for a process whose real start is what a test is about."""
     return {key: value for key, value in os.environ.items() if key != VARIABLE}

@@ -1,7 +1,8 @@
 """Imported by every Python process that finds this folder on its path: a served one hands itself to the fork server.
 
 Served is what would import NeMo or torch: a recipe's command line, torchrun, the ranks, what multiprocessing spawns
-for them, and the workers of pytest-xdist. See ../server.py.
+for them, the workers of pytest-xdist, and a test's own script that begins with `# served`. A process with a preloaded
+library is not: only a process that really starts has it. See ../server.py.
 """
 
 import json
@@ -11,16 +12,25 @@ import socket
 import sys
 import time
 
+MODULES = ("launcher.rank_main", "doctor.node_rank", "torch.distributed.run")
+
 
 def _served(words: list[str]) -> bool:
+    if os.environ.get("LD_PRELOAD"):
+        return False
     words = list(words[1:])
     while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
         words = words[2:] if words[0] in ("-W", "-X") else words[1:]
     if words[:1] == ["-m"]:
-        return words[1] == "launcher.rank_main"
+        return words[1] in MODULES
     if words[:1] == ["-c"]:
         return words[1].startswith(
-            ("from multiprocessing.spawn ", "from multiprocessing.forkserver ", "import sys;exec(eval(sys.stdin")
+            (
+                "# served\n",
+                "from multiprocessing.spawn ",
+                "from multiprocessing.forkserver ",
+                "import sys;exec(eval(sys.stdin",
+            )
         )
     name = words[0].rsplit("/", 1)[-1] if words else ""
     return name == "torchrun" or (name == "launch.py" and bool({"--recipe", "resume"} & set(words)))

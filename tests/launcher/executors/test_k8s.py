@@ -23,6 +23,7 @@ from launcher.cluster_file import Cluster, K8s
 from launcher.executors import k8s as executor
 from launcher.executors.k8s_manifest import manifest
 from launcher.load_cluster import load_cluster
+from tests.fork_server import python_path
 from tests.launcher.executors import blended
 from tests.launcher.executors.jobs import job
 
@@ -283,7 +284,7 @@ def _play_pod(pod: dict[str, Any], files: dict[str, str], claim: Path, folder: P
     written.mkdir()
     for name, text in files.items():
         (written / name).write_text(text)
-    env = {**os.environ, "HOSTNAME": "pod", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "HOSTNAME": "pod", "PYTHONPATH": python_path(ROOT)}
     copy = [word.replace("$$", "$").replace("/written/", f"{written}/") for word in pod["initContainers"][0]["command"]]
     subprocess.run(copy, cwd=claim, env=env, check=True)
     ranks = pod["containers"][0]
@@ -309,7 +310,7 @@ def test_a_blend_that_only_the_claim_holds(api: Any, sample: Path, tmp_path: Pat
     assert set(files) == {"spec.json", "config.yaml", "env.json", "command.txt", "version.txt", "run.yaml"}
     _play_pod(api.seen["Job"][1]["spec"]["template"]["spec"], files, claim, tmp_path)
     blended.check_records(claim / "runs" / "far")
-    blended.check_afterwards(claim / "runs" / "far", here)
+    blended.check_passport(claim / "runs" / "far", here)
 
 
 def test_failure_shows_the_pod_that_failed(api: Any, caplog: pytest.LogCaptureFixture) -> None:

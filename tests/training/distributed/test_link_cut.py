@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import python_path
+
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 10
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
@@ -60,6 +62,19 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
 
 
+@pytest.fixture
+def prepared(written: Path, tmp_path: Path) -> Path:
+    """A folder with a copy of runs/cut."""
+    return Path(shutil.copytree(written, tmp_path / "prepared"))
+
+
+@pytest.fixture(scope="module")
+def written(sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    _write_run(sample, folder)
+    return folder
+
+
 def _write_run(sample: Path, folder: Path, *words: str) -> None:
     """runs/cut, as a launcher that starts the ranks itself would have written it."""
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--executor", "local"]
@@ -73,7 +88,11 @@ def _start(hosts: tuple[str, str], folder: Path, rank: int, **environ: str) -> s
     shell = f"hostname node-{'ab'[rank]} && exec {sys.executable} -m launcher.rank_main runs/cut"
     variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     variables |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": "veth0"}
-    variables |= {"CPT_PROCESS_GROUP_TIMEOUT_S": str(TIMEOUT_S), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "CPT_PROCESS_GROUP_TIMEOUT_S": str(TIMEOUT_S),
+        "PYTHONPATH": python_path(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.Popen(
         ["ip", "netns", "exec", hosts[rank], "unshare", "-u", "sh", "-c", shell],
         cwd=folder,
@@ -108,18 +127,15 @@ def _rank_states(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((logs / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_a_cut_link_ends_both_ranks_in_time_and_names_the_other(
-    hosts: tuple[str, str], sample: Path, tmp_path: Path
-) -> None:
-    _write_run(sample, tmp_path)
-    ranks = [_start(hosts, tmp_path, rank) for rank in (0, 1)]
-    _trained(tmp_path, ranks)
+def test_a_cut_link_ends_both_ranks_in_time_and_names_the_other(hosts: tuple[str, str], prepared: Path) -> None:
+    ranks = [_start(hosts, prepared, rank) for rank in (0, 1)]
+    _trained(prepared, ranks)
     _ip("-n", hosts[0], "link", "set", "veth0", "down")
     cut = time.monotonic()
     said = _ends(ranks, TIMEOUT_S + 15)
     assert time.monotonic() - cut < TIMEOUT_S + 12, said
     assert [rank.returncode for rank in ranks] == [1, 1], said
-    for rank, (text, state) in enumerate(zip(said, _rank_states(tmp_path), strict=True)):
+    for rank, (text, state) in enumerate(zip(said, _rank_states(prepared), strict=True)):
         other = 1 - rank
         assert f"lost rank {other} on node-{'ab'[other]} ({ADDRESSES[other]})" in text
         assert "its host does not answer" in text
@@ -127,11 +143,10 @@ def test_a_cut_link_ends_both_ranks_in_time_and_names_the_other(
         assert state["state"] == "failed" and f"lost rank {other}" in state["error"]
 
 
-def test_a_killed_rank_is_named_at_once(hosts: tuple[str, str], sample: Path, tmp_path: Path) -> None:
-    _write_run(sample, tmp_path)
-    ranks = [_start(hosts, tmp_path, rank) for rank in (0, 1)]
-    _trained(tmp_path, ranks)
-    os.kill(_rank_states(tmp_path)[1]["pid"], signal.SIGKILL)
+def test_a_killed_rank_is_named_at_once(hosts: tuple[str, str], prepared: Path) -> None:
+    ranks = [_start(hosts, prepared, rank) for rank in (0, 1)]
+    _trained(prepared, ranks)
+    os.kill(_rank_states(prepared)[1]["pid"], signal.SIGKILL)
     killed = time.monotonic()
     text = _ends(ranks, TIMEOUT_S)[0]
     assert time.monotonic() - killed < TIMEOUT_S
@@ -148,7 +163,7 @@ def test_a_node_with_other_data_is_refused(hosts: tuple[str, str], sample: Path,
     first = _start(hosts, tmp_path, 0)
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     variables |= {"GLOO_SOCKET_IFNAME": "veth0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
-    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables |= {"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     second = subprocess.Popen(
         ["ip", "netns", "exec", hosts[1], "unshare", "-um", "sh", "-c", f"hostname node-b && {shell}"],
         cwd=tmp_path,

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import python_path
 from training.distributed.rank_env import find_free_port
 
 pytestmark = pytest.mark.nemo
 
 ROOT = Path(__file__).resolve().parents[3]
-RANK = """
+RANK = """# served
 import json, os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -37,7 +38,7 @@ try:
     consistency.record_run_facts(odd.get("config", "a: 1"), {})
     with lost_ranks.explain_failed_collectives(print):
         consistency.check_ranks()
-        print("alike", flush=True)
+        print("alike", os.getpid(), flush=True)
         for step in range(10**6 if len(sys.argv) > 3 else 3):
             dist.all_reduce(torch.ones(4), group=group)
             lost_ranks.record_step()
@@ -53,7 +54,13 @@ def _start(
     odd: dict[str, Any], odd_rank: int, world: int, *words: str, script: str = RANK, **environ: str
 ) -> list[subprocess.Popen[str]]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port(100, 29700)), "WORLD_SIZE": str(world)}
-    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CPT_PROCESS_GROUP_TIMEOUT_S": "5", **environ}
+    variables |= {
+        "PYTHONPATH": python_path(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CPT_PROCESS_GROUP_TIMEOUT_S": "5",
+        **environ,
+    }
+    variables |= environ
     command = [sys.executable, "-W", "ignore", "-c", script, json.dumps(odd), str(odd_rank), *words]
     return [
         subprocess.Popen(
@@ -73,6 +80,12 @@ def _outputs(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def _pid(rank: subprocess.Popen[str]) -> int:
+    """Of the process that computes, which it prints: the started one may have handed itself over."""
+    assert rank.stdout
+    return int(rank.stdout.readline().split()[1])
 
 
 def test_equal_ranks_train() -> None:
@@ -105,12 +118,13 @@ def test_a_lost_rank_is_named_within_the_timeout(kill: signal.Signals, words: st
     """Megatron sets 30 minutes for its groups: the environment's five seconds replace them."""
     ranks = _start({}, 0, 2, "long")
     assert ranks[0].stdout and "alike" in ranks[0].stdout.readline()
+    lost = _pid(ranks[1])
     time.sleep(1)
-    os.kill(ranks[1].pid, kill)
+    os.kill(lost, kill)
     start = time.monotonic()
     code = ranks[0].wait(timeout=5 + 8)
     text = ranks[0].stdout.read()
-    os.kill(ranks[1].pid, signal.SIGKILL)
+    ranks[1].kill()
     assert code == 1, text
     assert time.monotonic() - start < 5 + 8
     assert "lost rank 1 on " in text and words in text
@@ -123,7 +137,7 @@ def test_the_watch_ends_a_rank_that_gets_no_exception() -> None:
     )
     ranks = _start({}, 0, 2, script=quiet)
     assert ranks[0].stdout and "alike" in ranks[0].stdout.readline()
-    os.kill(ranks[1].pid, signal.SIGKILL)
+    os.kill(_pid(ranks[1]), signal.SIGKILL)
     assert ranks[0].wait(timeout=5 + 5) == 1
     assert "lost rank 1 on " in ranks[0].stdout.read()
 
