@@ -16,7 +16,7 @@ from report.evaluation import harness
 from report.evaluation.evaluate import evaluate
 from report.evaluation.request import EvaluateRequest
 from report.evaluation.result import newest_evaluation, read_evaluation
-from tests.report.test_local_tasks import DOCUMENTS
+from tests.report.test_local_tasks import DOCUMENTS, WORDS
 
 pytestmark = [
     pytest.mark.nemo,
@@ -51,6 +51,18 @@ def _scored_by_the_harness_alone(tasks: Path) -> dict[str, Any]:
     return dict(found["results"])
 
 
+def _bring_hellaswag(folder: Path) -> None:
+    """The task's data as huggingface-cli downloads them: Parquet files, one per split."""
+    import pyarrow
+    from pyarrow import parquet
+
+    item = {"activity_label": "Cooking", "ctx_a": "A person holds a pan.", "ctx_b": "they", "label": "0"}
+    rows = [{**item, "ind": i, "endings": [f"{WORDS[i]} on the stove.", "fly.", "read.", "sleep."]} for i in range(8)]
+    (folder / "data").mkdir(parents=True)
+    for split in ("train", "validation"):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
+
+
 def _models() -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
@@ -70,6 +82,8 @@ def _models() -> dict[str, Any]:
     same = evaluate(request("exported", "base", limit=6))
     run = evaluate(request("zero", limit=6))
     worse = evaluate(request("worse", "base", tasks="cloze"))
+    _bring_hellaswag(Path("corpora/benchmarks/Rowan/hellaswag"))
+    brought = evaluate(request("exported", "base", tasks="hellaswag"))
     from common.rundir import RunDir
 
     (tasks,) = (file.parent for file in Path("corpora/evaluation").glob("*/bits_text.yaml"))
@@ -77,6 +91,7 @@ def _models() -> dict[str, Any]:
         "same": same,
         "run": run,
         "worse": worse,
+        "brought": brought,
         "files": [newest_evaluation(RunDir("zero")), read_evaluation(Path("exported/evaluation.json"))],
         "left": sorted(path.name for path in Path("runs/zero/checkpoints").iterdir()),
         "reference": _scored_by_the_harness_alone(tasks),
@@ -103,7 +118,7 @@ def _errors() -> dict[str, str]:
         "no end of document": request("no-eos", "none"),
         "two tokenizers": request("other-tokenizer", "base"),
         "tokenizer of a larger model": request("small", "none"),
-        "no data": request("base", "none", tasks="hellaswag"),
+        "no data": request("base", "none", tasks="piqa"),
         "unknown task": request("base", "none", tasks="helaswag"),
         "no model": request("nowhere", "none"),
         "no gpu": request("base", "none", device="cuda"),
@@ -127,7 +142,7 @@ def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
             (row.base, 0.0, "same") for row in one.rows
         ]
     assert (found["run"].step, found["run"].base) == (0, "base")
-    assert found["files"] == [found["run"], found["same"]] and found["left"] == ["step-0"]
+    assert found["files"] == [found["run"], found["brought"]] and found["left"] == ["step-0"]
     # the values are those of the harness
     values = {(row.task, row.metric): row.value for row in found["same"].rows}
     reference = found["reference"]
@@ -140,15 +155,17 @@ def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
     # what is wrong is seen where there are items enough
     assert [(row.metric, row.verdict) for row in found["worse"].rows][0] == ("nats", "worse")
     assert len(found["worse"].how["sha256"]) == 2
+    assert [(row.metric, row.items, row.difference) for row in found["brought"].rows] == [
+        ("acc", 8, 0.0),
+        ("acc_norm", 8, 0.0),
+    ]
 
     errors = found["errors"]
     assert "no token that ends a document" in errors["no end of document"]
     assert "different tokenizers" in errors["two tokenizers"]
     assert "a tokenizer that is not its own" in errors["tokenizer of a larger model"]
     missing = errors["no data"]
-    assert (
-        "huggingface-cli download Rowan/hellaswag --repo-type dataset --local-dir corpora/benchmarks/Rowan" in missing
-    )
+    assert "huggingface-cli download baber/piqa --repo-type dataset --local-dir corpora/benchmarks/baber/" in missing
     assert "did you mean hellaswag" in errors["unknown task"]
     assert "no Hugging Face model at nowhere" in errors["no model"]
     assert "there is no GPU" in errors["no gpu"]
