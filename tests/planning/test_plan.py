@@ -115,13 +115,12 @@ def test_several_nodes_name_no_executor() -> None:
 
 
 def test_options_that_contradict_each_other() -> None:
-    for options in (
-        {"gpu": "H100", "gpu_memory_gib": 24.0},
-        {"gpu_memory_gib": 0.0},
-        {"gpu": "H100", "calibrate": True},
-    ):
+    both: dict[str, Any] = {"gpu": "H100", "gpu_memory_gib": 24.0}
+    nothing: dict[str, Any] = {"gpu_memory_gib": 0.0}
+    elsewhere: dict[str, Any] = {"gpu": "H100", "calibrate": True}
+    for options in (both, nothing, elsewhere):
         with pytest.raises(UserError):
-            PlanRequest(recipe="qwen25_500m", **options)  # type: ignore[arg-type]
+            PlanRequest(recipe="qwen25_500m", **options)
     with pytest.raises(UserError, match="measures this machine"):
         _plan("qwen25_500m", calibrate=True)  # there is no GPU here
 
