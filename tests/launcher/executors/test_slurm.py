@@ -218,7 +218,8 @@ def _far_cluster(there: Path, sshd: tuple[int, Path]) -> str:
     port, key = sshd
     tunnel = {"kind": "ssh", "host": "127.0.0.1", "user": "root", "port": port, "identity": str(key)}
     file = {"partition": "low", "workdir": str(there), "python": sys.executable, "tunnel": tunnel}
-    return str(yaml.safe_dump({**file, "env": {"PYTHONPATH": str(ROOT)}}))
+    served = {**fork_server.variables(), "PYTHONPATH": fork_server.python_path(ROOT)}
+    return str(yaml.safe_dump({**file, "env": served}))
 
 
 def _launch_far(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
