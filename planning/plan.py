@@ -232,13 +232,13 @@ def _facts(resolved: Resolved, domains: tuple[DomainTokens, ...]) -> Facts:
     """What the warnings rest on."""
     plan = resolved.plan
     new = [row for row in domains if row.role == "new"]
-    known = [row for row in new if row.epochs and row.tokens]
+    held = {row.name: row.tokens / row.epochs for row in new if row.epochs and row.tokens}
     trained = sum(row.tokens or 0 for row in domains)
     replayed = sum(row.tokens or 0 for row in domains if row.role == "replay")
     return Facts(
         base=plan.base,
         num_parameters=plan.shape.num_parameters,
-        new_tokens=sum((r.tokens or 0) / (r.epochs or 1) for r in known) if new and len(known) == len(new) else None,
+        new_tokens=sum(held.values()) if new and held.keys() == {row.name for row in new} else None,
         replay_share=replayed / trained if trained else None,
         epochs={row.name: row.epochs for row in domains if row.epochs},
         max_lr=plan.max_lr,
