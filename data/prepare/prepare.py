@@ -20,6 +20,7 @@ from data.manifest import SPLITS, EncodingFacts, Manifest, SourceFacts, SplitFac
 from data.prepare import publish, small_corpus
 from data.prepare.chat import FORMATS, ChatTemplate
 from data.prepare.encode import EncoderSpec, reason_against_gigatoken
+from data.prepare.hub_sources import recorded_commits
 from data.prepare.input_files import Shard, Source
 from data.prepare.merge import merge_split
 from data.prepare.progress import show_progress
@@ -44,7 +45,8 @@ def prepare_corpus(request: PrepareRequest) -> Manifest:
     """
     request.check()
     output = Path(request.output).expanduser().absolute()
-    sources = find_sources(request.inputs, exclude=output, as_text=request.text_suffixes)
+    recorded = {} if request.overwrite else recorded_commits(output)
+    sources = find_sources(request.inputs, output, request.text_suffixes, recorded)
     tokenizer = load_tokenizer(request.tokenizer)
     facts = tokenizer_facts(request.tokenizer, tokenizer)
     if request.chat:

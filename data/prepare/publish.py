@@ -24,6 +24,7 @@ from common.errors import UserError
 from common.json_files import parse_json
 from data.manifest import FILE_NAME, PARTIAL_NAME, SPLITS, Manifest, TokenizerFacts, load_manifest
 from data.prepare.input_files import Source
+from data.prepare.record_errors import lost_hub_error
 
 INFLATION = {"gzip": 3.0, "zstd": 3.5, None: 1.0}
 TEXT_BYTES_PER_TOKEN = 6  # high, so that only a disk that is certainly too small is refused before the start
@@ -195,6 +196,8 @@ def explain_os_error(error: OSError, output: Path, sources: list[Source]) -> Use
         for left_over in (output / PARTIAL_NAME / "shards").glob("*.tmp"):
             left_over.unlink(missing_ok=True)
         return _disk_full_error(output, sources, "the disk is full")
+    if error.errno is None and (on_hub := [source for source in sources if source.on_hub]):
+        return lost_hub_error(on_hub[0], error)
     return UserError(
         f"{error.filename or output} cannot be read or written",
         expected="readable inputs and a writable output folder",

@@ -27,6 +27,7 @@ from data.prepare.record_errors import (
     encoding_error,
     header_error,
     line_ends_error,
+    lost_hub_error,
     missing_column_error,
     open_quote_error,
     repeated_column_error,
@@ -49,8 +50,16 @@ def read_piece(
     Raises:
         UserError: the file as a whole cannot be read.
     """
+    try:
+        yield from _read_piece(piece, field, txt_unit, to_text or check_text)
+    except OSError as error:  # also what requests raises
+        if not piece.source.on_hub:
+            raise
+        raise lost_hub_error(piece.source, error) from None
+
+
+def _read_piece(piece: Piece, field: str, txt_unit: str, to_text: ToText) -> Iterator[str | BadRecordError]:
     source = piece.source
-    to_text = to_text or check_text
     if source.format in ("parquet", "arrow"):
         yield from _read_table(piece, field, to_text)
         return
@@ -73,7 +82,8 @@ def read_piece(
                 for _, line in _decode_lines(piece, file):
                     yield line if isinstance(line, BadRecordError) else line.rstrip("\r\n")
     except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
-        if source.compression is None or (isinstance(error, OSError) and error.errno is not None):
+        of_the_file = isinstance(error, EOFError | zlib.error | gzip.BadGzipFile)
+        if source.compression is None or (not of_the_file and (source.on_hub or getattr(error, "errno", None))):
             raise
         raise decompression_error(source, str(error)) from None
 

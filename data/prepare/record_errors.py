@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare.input_files import BUFFER_BYTES, Piece, Source
+from data.prepare.input_files import BUFFER_BYTES, Piece, Source, open_stored
 
 SKIP_HINT = "correct the line, or leave such lines out and count them with --on-error skip"
 
@@ -57,7 +57,7 @@ def encoding_error(
 def _count_lines_before(piece: Piece) -> int:
     """Lines of the file before the piece; counted only when an error needs the number."""
     count, left = 0, piece.start
-    with Path(piece.source.path).open("rb") as file:
+    with open_stored(piece.source) as file:
         while left > 0 and (block := file.read(min(left, BUFFER_BYTES))):
             count += block.count(b"\n")
             left -= len(block)
@@ -134,4 +134,14 @@ def decompression_error(source: Source, found: str) -> UserError:
         expected=f"a whole {source.compression} file",
         found=found,
         do="copy or download the file again",
+    )
+
+
+def lost_hub_error(source: Source, error: OSError) -> UserError:
+    """The error for a file of the hub that could no longer be read, after the retries of its library."""
+    return UserError(
+        f"{source.path} can no longer be read",
+        expected="an answer of the hub",
+        found=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200],
+        do="run the same command again: it continues with the shards that are not done",
     )

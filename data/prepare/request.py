@@ -22,7 +22,7 @@ class PrepareRequest:
     the workers and progress is saved. Neither is `chat_template`: the tokenizer's, where `chat` is asked for.
     """
 
-    inputs: list[str] = option(f"Files, globs or folders (searched recursively): {SUPPORTED}.")
+    inputs: list[str] = option(f"Files, globs, folders (recursively), hf://OWNER/NAME@REVISION: {SUPPORTED}.")
     output: Path = option("Folder of the prepared corpus, such as corpora/mine.")
     tokenizer: str = option("A local folder or a hub id of a fast tokenizer, such as Qwen/Qwen2.5-0.5B.")
     field: str = option("The field of .jsonl, or the column of .csv and .parquet, with the text.", default="text")

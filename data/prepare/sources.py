@@ -12,11 +12,12 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from common.errors import UserError
-from data.prepare.input_files import BUFFER_BYTES, Piece, Shard, Source, open_parquet
+from data.prepare.hub_sources import find_hub_files
+from data.prepare.input_files import BUFFER_BYTES, Piece, Shard, Source, open_parquet, open_stored
 
 FORMATS = {
     **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "txt"),
@@ -53,7 +54,12 @@ def classify(path: str, as_text: Collection[str] = ()) -> tuple[str, str | None]
     return kind, compression
 
 
-def find_sources(inputs: Iterable[str], exclude: Path, as_text: Collection[str] = ()) -> list[Source]:
+def find_sources(
+    inputs: Iterable[str],
+    exclude: Path,
+    as_text: Collection[str] = (),
+    recorded: Mapping[str, str] | None = None,
+) -> list[Source]:
     """Resolve files, globs and folders (searched recursively, without hidden names) to sources.
 
     Inputs keep their order, the files of one input are sorted by path, and a file named twice counts once.
@@ -61,12 +67,16 @@ def find_sources(inputs: Iterable[str], exclude: Path, as_text: Collection[str] 
     Args:
         exclude: the output folder, which may lie inside an input folder.
         as_text: more suffixes of files to read as text; other files in a folder are left out, counted and logged.
+        recorded: commits of data sets of the hub that the output was begun with.
 
     Raises:
         UserError: an input that matches nothing, or a file or glob that names a file of an unknown kind.
     """
     found: dict[str, Source] = {}
     for text in inputs:
+        if text.startswith("hf://"):
+            found.update((source.path, source) for source in _find_on_hub(text, recorded or {}, as_text))
+            continue
         matches = [path for path in _expand(text, as_text) if not path.is_relative_to(exclude.resolve())]
         if not matches:
             raise _no_match_error(text)
@@ -77,6 +87,22 @@ def find_sources(inputs: Iterable[str], exclude: Path, as_text: Collection[str] 
             facts = path.stat()
             found[str(path)] = Source(str(path), *kind, facts.st_size, facts.st_mtime_ns)
     return list(found.values())
+
+
+def _find_on_hub(text: str, recorded: Mapping[str, str], as_text: Collection[str]) -> list[Source]:
+    files = find_hub_files(text, recorded)
+    kinds = [(path, classify(path, as_text), size, sha256) for path, size, sha256 in files]
+    found = [Source(path, *kind, size, 0, sha256) for path, kind, size, sha256 in kinds if kind and kind[0] != "arrow"]
+    if not found:
+        raise UserError(
+            f"{text} holds no files that can be read",
+            expected=SUPPORTED,
+            found=", ".join(sorted({Path(path).suffix or path for path, *_ in files})) or "no files",
+            do="try the hub's own conversion: hf://OWNER/NAME@refs%2Fconvert%2Fparquet",
+        )
+    commit, gigabytes = found[0].path.split("@")[1][:40], sum(source.bytes for source in found) / 1e9
+    log.info("%s: %d file(s), %.2f GB, of commit %s", text, len(found), gigabytes, commit)
+    return found
 
 
 def plan_shards(sources: list[Source], txt_unit: str, shard_bytes: int) -> list[Shard]:
@@ -151,7 +177,7 @@ def _next_boundary(source: Source, offset: int, paragraph: bool) -> int:
     """The first byte at or after `offset` at which a document may begin."""
     if offset >= source.bytes:
         return source.bytes
-    with Path(source.path).open("rb") as file:
+    with open_stored(source, BUFFER_BYTES) as file:
         file.seek(offset)
         if not paragraph:
             file.readline()

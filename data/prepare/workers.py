@@ -12,13 +12,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.files import file_sha256
 from data.prepare.encode import Encoder
-from data.prepare.input_files import Shard, Source
+from data.prepare.input_files import Shard, Source, hash_stored
 from data.prepare.shard import ShardSpec, run_shard
 
 _worker: dict[str, Any] = {}  # of a worker process, filled when it starts
@@ -39,7 +37,7 @@ def run_shards(
     # one process per core: the HF tokenizer must not start a thread per core in each of them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ThreadPoolExecutor(1) as hasher:
-        hashes = [hasher.submit(file_sha256, Path(source.path)) for source in sources]
+        hashes = [hasher.submit(hash_stored, source) for source in sources]
         try:
             if min(workers, len(todo)) > 1:
                 _run_in_pool(todo, spec, min(workers, len(todo)), advance)
