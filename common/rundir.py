@@ -4,6 +4,7 @@ by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
 before the first step, where the corpora are: data.json blend.json base.json
 during the run: gates.json step0.json first-validation.npz metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/
     checkpoints/step-N/ logger-SERVICE.json (where log.loggers names one)
+with every checkpoint: ledger.json
 command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
 after it: export.json report.html
 by `launch.py evaluate`, during the run or after it: evaluation/step-N.json
@@ -48,6 +49,7 @@ class RunDir:
         self.step0 = self.path / "step0.json"
         self.export = self.path / "export.json"
         self.blend = self.path / "blend.json"
+        self.ledger = self.path / "ledger.json"
         self.metrics = self.path / "metrics.jsonl"
         self.first_validation = self.path / "first-validation.npz"
         self.status = self.path / "status.json"

@@ -30,6 +30,7 @@ class RunSpec:
         name: the run directory runs/NAME; None takes the recipe's name, numbered if it is taken.
         resume: continue from the newest complete checkpoint of that run, whose recorded spec stands where this one
             says nothing else.
+        change_blend: train on another blend than before, from the checkpoint on.
         dryrun: resolve, check and print, but do not train.
         write: keep the run directory that a dry run writes, to start it by other means.
         retries: how often a run that failed is started again, from its newest checkpoint.
@@ -53,6 +54,7 @@ class RunSpec:
     gates: bool = True
     name: str | None = None
     resume: bool = False
+    change_blend: bool = False
     dryrun: bool = False
     write: bool = False
     retries: int = 0

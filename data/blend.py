@@ -13,9 +13,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import UserError
+from common.errors import UserError, unknown_name
 from common.small_files import parse_yaml, read_small_file
 from data.blend_math import Role
+from data.stages import Stage, check_stages, stage_names
 
 EPOCHS_CAP = 4.0  # Muennighoff et al. 2023, arXiv 2305.16264: up to 4 epochs are about as good as new text
 
@@ -46,17 +47,19 @@ class Blend(BaseModel):
         domains: at least one.
         replay_share: share of the tokens that the replay domains get together, in 0..1.
         epochs_cap: epochs over a domain above which a warning is given.
+        stages: parts of the run with shares of their own, in their order; without any, the shares never change.
 
     Raises:
         UserError: an unknown key, a wrong type or value (with the path of the field), two domains of one name, a weight
-            of 0 for a domain that is trained on or above 0 for a watched one, a replay share without a replay domain,
-            or the other way round.
+            of 0 for a domain that is trained on or above 0 for a watched one, a replay share without a replay domain or
+            the other way round (in any stage), or a stage without an end.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     domains: tuple[Domain, ...] = Field(min_length=1)
     replay_share: float = Field(default=0.0, ge=0, le=1)
     epochs_cap: float = Field(default=EPOCHS_CAP, gt=0)
+    stages: tuple[Stage, ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -66,7 +69,19 @@ class Blend(BaseModel):
         _check_names([domain.name for domain in self.domains])
         for domain in self.domains:
             _check_weight(domain)
-        _check_share(self)
+        if not self.stages:
+            _check_share(self)
+        check_stages(self.stages)
+        for name, stage in zip(stage_names(self.stages), self.stages, strict=True):
+            _blend_of_stage(self, name, stage)
+
+    @property
+    def parts(self) -> list[tuple[str, Blend]]:
+        """Name and blend of each stage; a blend without stages has one, which is called `all`."""
+        names = stage_names(self.stages)
+        if not self.stages:
+            return [("all", self)]
+        return [(name, _blend_of_stage(self, name, stage)) for name, stage in zip(names, self.stages, strict=True)]
 
     @property
     def trained(self) -> tuple[Domain, ...]:
@@ -120,6 +135,33 @@ def read_yaml(path: Path) -> Any:
             expected="YAML or JSON",
             found=str(error),
             do="write it as docs/blend.md shows",
+        ) from None
+
+
+def _blend_of_stage(blend: Blend, name: str, stage: Stage) -> Blend:
+    """The blend that is read during one stage.
+
+    Raises:
+        UserError: it names a domain that the blend has not, or its shares do not go with its domains.
+    """
+    known = [domain.name for domain in blend.trained]
+    for other in stage.weights:
+        if other not in known:
+            raise unknown_name(f"domain in the weights of stage {name}", other, known, f"one of {', '.join(known)}")
+    share = blend.replay_share if stage.replay_share is None else stage.replay_share
+    named = {domain.role for domain in blend.trained if domain.name in stage.weights}
+    domains = [
+        domain.model_copy(update={"weight": stage.weights[domain.name]}) if domain.role in named else domain
+        for domain in blend.trained
+        if domain.name in stage.weights
+        or domain.role not in named
+        and (domain.role == "new" and share < 1 or domain.role == "replay" and share > 0)
+    ]
+    try:
+        return Blend(domains=[*domains, *blend.watched], replay_share=share, epochs_cap=blend.epochs_cap)
+    except UserError as error:
+        raise UserError(
+            f"stage {name}: {error.what}", expected=error.expected, found=error.found, do=error.do
         ) from None
 
 
@@ -193,7 +235,8 @@ def _validation_error(error: ValidationError) -> UserError:
     ]
     return UserError(
         f"the blend is wrong at {', '.join(paths)}",
-        expected=f"the keys {', '.join(Blend.model_fields)}; in a domain: {', '.join(Domain.model_fields)}",
+        expected=f"the keys {', '.join(Blend.model_fields)}; in a domain: {', '.join(Domain.model_fields)};"
+        f" in a stage: {', '.join(Stage.model_fields)}",
         found="; ".join(
             f"{path}: {row['msg']} (it is {row['input']!r:.60})" for path, row in zip(paths, rows, strict=True)
         ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -124,6 +124,14 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     for i in order[: total - sum(found)]:
         found[i] += 1
     return found
+
+
+def stage_weights(within: Mapping[str, float], replay_share: float, roles: Mapping[str, str]) -> dict[str, float]:
+    """Share of each domain in all tokens: its share within its role, times that of the role."""
+    return {
+        name: share * (replay_share if roles[name] == "replay" else 1.0 - replay_share)
+        for name, share in within.items()
+    }
 
 
 def count_planned_samples(weights: Sequence[float], n: int) -> list[int]:

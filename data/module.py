@@ -22,9 +22,12 @@ from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
+from data.continue_ledger import make_corpora, make_ledger, with_layouts
+from data.ledger import Corpus, Ledger, stage_entries
 from data.manifest import SPLITS, load_manifest
-from data.resolve_blend import resolve_run_blend
-from data.sample_index import check_blend, check_indices, replace_if_wrong
+from data.ordered_dataset import OrderedDataset
+from data.resolve_blend import domain_folders, load_run_blend, resolve_run_blend
+from data.sample_index import ROWS, check_blend, check_indices, replace_if_wrong
 
 log = logging.getLogger("launch")
 
@@ -149,6 +152,9 @@ def _find_corpora(
             found=f"data.paths={paths!r} and data.blend",
             do="data.blend=None data.paths=FOLDER, or leave data.paths out",
         )
+    if blend is not None and load_run_blend(blend).stages:
+        folders = domain_folders(blend)
+        return _Corpora(_all_paths(folders), folders, [])
     if blend is not None:
         trained, folders = resolve_run_blend(blend, replay_share)
         return _Corpora(trained.paths, folders, [domain.name for domain in trained.domains])
@@ -163,6 +169,19 @@ def _find_corpora(
         found="neither",
         do="data.paths=FOLDER, a folder made by `launch.py data prepare`",
     )
+
+
+def _all_paths(folders: dict[str, str]) -> dict[str, list[str]]:
+    """For NeMo's constructor, which wants a blend: in a run with stages `OrderedDataset` draws the samples."""
+    return {
+        split: [
+            word
+            for folder in folders.values()
+            if load_manifest(Path(folder)).splits[split].tokens
+            for word in ("1.0", str(Path(folder) / split))
+        ]
+        for split in SPLITS
+    }
 
 
 class PreparedDataModule(PreTrainingDataModule):
@@ -183,6 +202,9 @@ class PreparedDataModule(PreTrainingDataModule):
         isolate_documents: a document attends only to itself, its positions start at 0, and its first token, which
             would be predicted from the end of another document, is not in the loss (docs/documents.md). Includes
             `reset_position_ids`, `reset_attention_mask` and `eod_mask_loss`.
+        stages: what the launcher has resolved of the blend's stages (launcher/stages.py).
+        ledger: the ledger.json of the checkpoint that the run continues from. The launcher sets it.
+        attempt: the number of this attempt at the run. The launcher sets it.
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
 
     Raises:
@@ -209,6 +231,9 @@ class PreparedDataModule(PreTrainingDataModule):
         index_mapping_dir: Optional[str] = None,
         train_steps: Optional[int] = None,
         isolate_documents: bool = False,
+        stages: Optional[list[dict[str, Any]]] = None,
+        ledger: Optional[str] = None,
+        attempt: int = 1,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
     ) -> None:
         corpora = _find_corpora(paths, blend, replay_share, domains)
@@ -250,6 +275,28 @@ class PreparedDataModule(PreTrainingDataModule):
             index_mapping_dir=index_mapping_dir,
             dataset_cls=dataset_cls,
         )
+        self.ledger: Optional[Ledger] = None  # with NeMo's own form of paths, nothing says which corpora there are
+        if stages is not None:
+            entries = stage_entries(stages)
+            roles = {domain.name: domain.role for domain in load_run_blend(blend).domains} if blend is not None else {}
+            self.ledger = make_ledger(
+                entries,
+                make_corpora(corpora.folders, roles, entries, seq_length),
+                saved=Path(ledger) if ledger is not None else None,
+                attempt=attempt,
+                seed=seed,
+                seq_length=seq_length,
+                global_batch_size=global_batch_size,
+            )
+            if self.ledger.order == "ledger":
+                self.trained_domains = [corpus.name for corpus in self.ledger.corpora]
+        if not self.trained_domains and self.domain_folders:
+            raise UserError(
+                "a blend with stages without the steps of its stages",
+                expected="data.stages, which launch.py sets",
+                found="stages=None",
+                do="python launch.py --recipe NAME data.blend=FILE.yaml",
+            )
         # Without Transformer Engine, NeMo asks for a seq x seq mask per sample, which causal SDPA does not need.
         self.create_attention_mask = reset_attention_mask and not HAVE_TE
 
@@ -264,8 +311,42 @@ class PreparedDataModule(PreTrainingDataModule):
         check_blended_indices()
         if _rank() == 0:
             log.info("data: the documents in a sequence %s", _ISOLATED if self.isolate_documents else _TOGETHER)
+        if self.ledger is not None and self.ledger.order == "ledger":
+            self._train_ds = OrderedDataset(
+                self.ledger, self._build_windows, trainer_max_steps * self.global_batch_size
+            )
+            self._validation_ds = self._test_ds = None
+            return
         steps = max(trainer_max_steps, self.train_steps or 0)
         super().build(steps, steps, 1, 1)
+        if self.ledger is not None:
+            parts = getattr(self._train_ds, "datasets", [self._train_ds])
+            layouts = [(part.num_samples, len(part)) for part in parts]
+            self.ledger = with_layouts(self.ledger, dict(zip(self.trained_domains, layouts, strict=True)))
+
+    def _build_windows(self, corpus: Corpus, num_samples: Optional[int]) -> GPTDataset:
+        """The training samples of a corpus in Megatron's shuffled order; `num_samples` None: one reading of it."""
+        prefix = str(Path(corpus.folder) / "train")
+        indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
+        documents = numpy.arange(len(indexed), dtype=numpy.int32)
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(
+            self.dataset_cls,
+            lambda: True,
+            True,
+            *(indexed, prefix, documents, num_samples, Split.train, self.gpt_dataset_config),
+        )
+
+    def ledger_after(self, step: int) -> Optional[Ledger]:
+        """The token ledger after `step` steps of the run; None where nothing says which corpora are read."""
+        if self.ledger is None or self.ledger.order == "ledger":
+            return self.ledger and self.ledger.at(step)
+        samples, drawn = step * self.global_batch_size, numpy.zeros(len(self.trained_domains), dtype=numpy.int64)
+        if not hasattr(self._train_ds, "dataset_index"):
+            return self.ledger.at(step, {self.trained_domains[0]: samples})
+        for start in range(0, samples, ROWS):  # memory-mapped: in bounded memory
+            part = self._train_ds.dataset_index[start : min(samples, start + ROWS)]
+            drawn += numpy.bincount(part, minlength=len(drawn))
+        return self.ledger.at(step, dict(zip(self.trained_domains, drawn.tolist(), strict=True)))
 
     def validation_sets(self) -> dict[str, GPTDataset]:
         """A dataset per domain with one pass over its validation split, in the same order every time."""

@@ -37,11 +37,11 @@ def resolve_blend(blend: Blend, total_tokens: int) -> ResolvedBlend:
         )
     _check_folders(blend.domains)
     manifests = [_load_domain_manifest(domain) for domain in blend.trained]
-    _check_tokenizers((*blend.trained, *blend.watched), [*manifests, *map(_load_domain_manifest, blend.watched)])
+    check_tokenizers((*blend.trained, *blend.watched), [*manifests, *map(_load_domain_manifest, blend.watched)])
     weights = domain_weights(blend, [manifest.splits["train"].tokens for manifest in manifests])
     tokens = plan_tokens(blend, weights, total_tokens)
-    domains = tuple(_resolve_domain(*each) for each in zip(blend.trained, manifests, weights, tokens, strict=True))
-    warnings = tuple(_find_warnings(domains, blend.epochs_cap, manifests))
+    domains = tuple(resolve_domain(*each) for each in zip(blend.trained, manifests, weights, tokens, strict=True))
+    warnings = tuple(find_warnings(domains, blend.epochs_cap, manifests))
     validated_only = tuple(ValidatedDomain(domain.name, domain.role, domain.folder) for domain in blend.watched)
     return ResolvedBlend(domains, blend.replay_share, total_tokens, warnings, validated_only)
 
@@ -63,15 +63,41 @@ def resolve_run_blend(
     Raises:
         UserError, PreflightError: as `resolve_blend`.
     """
-    blend = parse_blend(read_yaml(Path(description)) if isinstance(description, str) else description)
+    blend = load_run_blend(description)
+    if blend.stages:
+        raise UserError(
+            "the shares of this blend change with its stages",
+            expected="a blend without stages",
+            found=f"{len(blend.stages)} stages",
+            do="data.resolve_stages.resolve_stages, which takes the length of the run",
+        )
     domains = sorted(blend.domains, key=lambda domain: domain.role)
     share = blend.replay_share if replay_share is None else replay_share
     kept = domains if share else [domain for domain in domains if domain.role != "replay"]
     resolved = resolve_blend(Blend(domains=kept, replay_share=share, epochs_cap=blend.epochs_cap), total_tokens)
-    _check_tokenizers(domains, [load_manifest(domain.folder) for domain in domains])
+    check_tokenizers(domains, [load_manifest(domain.folder) for domain in domains])
     left_out = [ValidatedDomain(d.name, d.role, d.folder) for d in domains if d not in kept]
     resolved = replace(resolved, validated_only=(*left_out, *resolved.validated_only))
     return resolved, {domain.name: str(domain.folder) for domain in domains}
+
+
+def load_run_blend(description: Mapping[str, Any] | str) -> Blend:
+    """The `data.blend` of a run: a table, or the path of its file.
+
+    Raises:
+        UserError: no such file, or not a blend.
+    """
+    return parse_blend(read_yaml(Path(description)) if isinstance(description, str) else description)
+
+
+def domain_folders(description: Mapping[str, Any] | str) -> dict[str, str]:
+    """Name -> folder of every domain of the `data.blend` of a run, new ones first.
+
+    Raises:
+        UserError: as `load_run_blend`.
+    """
+    domains = sorted(load_run_blend(description).domains, key=lambda domain: domain.role)
+    return {domain.name: str(domain.folder) for domain in domains}
 
 
 def domain_weights(blend: Blend, tokens_available: Sequence[int]) -> list[float]:
@@ -112,7 +138,8 @@ def plan_tokens(blend: Blend, weights: Sequence[float], total: int) -> list[int]
     return found
 
 
-def _resolve_domain(domain: Domain, manifest: Manifest, weight: float, tokens: int) -> ResolvedDomain:
+def resolve_domain(domain: Domain, manifest: Manifest, weight: float, tokens: int) -> ResolvedDomain:
+    """The domain with its share of all training tokens (0..1) and the tokens planned of it."""
     train = manifest.splits["train"]
     return ResolvedDomain(
         name=domain.name,
@@ -127,7 +154,8 @@ def _resolve_domain(domain: Domain, manifest: Manifest, weight: float, tokens: i
     )
 
 
-def _find_warnings(domains: Sequence[ResolvedDomain], epochs_cap: float, manifests: Sequence[Manifest]) -> list[str]:
+def find_warnings(domains: Sequence[ResolvedDomain], epochs_cap: float, manifests: Sequence[Manifest]) -> list[str]:
+    """One line for each domain that is read too often, not at all or twice, or that cannot be validated."""
     found: list[str] = []
     name_by_content: dict[str, str] = {}
     for domain, manifest in zip(domains, manifests, strict=True):
@@ -178,7 +206,12 @@ def _check_folders(domains: Sequence[Domain]) -> None:
             )
 
 
-def _check_tokenizers(domains: Sequence[Domain], manifests: Sequence[Manifest]) -> None:
+def check_tokenizers(domains: Sequence[Domain], manifests: Sequence[Manifest]) -> None:
+    """Check that one tokenizer made all domains.
+
+    Raises:
+        UserError: they have several.
+    """
     names: dict[str, list[str]] = {}
     for domain, manifest in zip(domains, manifests, strict=True):
         names.setdefault(manifest.tokenizer.fingerprint, []).append(f"{domain.name} ({manifest.tokenizer.source})")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from common.errors import UserError
 from common.rundir import RunDir
 from data.manifest import load_manifest
-from data.resolve_blend import resolve_run_blend
+from data.resolve_blend import domain_folders
 from recipes.plan import Plan
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def _same_tokenizer(plan: Plan, base: str, checkpoint: Path) -> None:
 
     files = checkpoint / "hf" if (checkpoint / "hf").is_dir() else Path(base)
     own = fingerprint(load_tokenizer(str(files)))
-    folders = (
-        resolve_run_blend(plan.blend, plan.replay_share)[1].values() if plan.blend is not None else [str(plan.data)]
-    )
+    folders = domain_folders(plan.blend).values() if plan.blend is not None else [str(plan.data)]
     for folder in folders:
         found = load_manifest(Path(folder)).tokenizer
         if found.fingerprint != own:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from common import logs
 from common.rundir import RunDir
 from common.small_files import parse_yaml, read_small_file
-from launcher import data_records, resume
+from common.spec import RunSpec
+from launcher import data_records, resume, stages
 from recipes.overrides import apply_to_recipe
 from recipes.plan import Plan
 from recipes.resolve import Resolved
@@ -80,8 +81,11 @@ def set_run_directory(partial: run.Partial, folder: RunDir, attempt: int) -> Non
             callback.run_dir = str(folder.path)
 
 
-def resume_from(built: Built, folder: RunDir, checkpoint: Path) -> None:
+def resume_from(built: Built, folder: RunDir, checkpoint: Path, spec: RunSpec) -> None:
     """Point the recipe at a checkpoint of the run.
+
+    Args:
+        spec: of this attempt.
 
     Raises:
         UserError: what changed since then does not allow it.
@@ -92,10 +96,13 @@ def resume_from(built: Built, folder: RunDir, checkpoint: Path) -> None:
 
     partial = built.partial
     before = parse_yaml(read_small_file(checkpoint / "run" / "config.yaml"))
-    for line in resume.check(before, yaml.safe_load(to_yaml(partial)), checkpoint):
+    now = yaml.safe_load(to_yaml(partial))
+    for line in resume.check(before, now, checkpoint, change_blend=spec.change_blend):
         log.info("changed since the checkpoint: %s", line)
     resume.check_data(folder, data_records.manifests(partial))
-    resume.check_order(before, built.plan, partial.data.train_steps)
+    stages.set_stages(partial, built.plan, attempt=spec.attempt, checkpoint=checkpoint, change_blend=spec.change_blend)
+    if not stages.in_ledger_order(partial):
+        resume.check_order(before, built.plan, partial.data.train_steps)
     partial.resume.resume_from_path = str(checkpoint)
     if folder.base.exists():  # the base model: an export takes tokenizer and config files from there
         origin = json.loads(folder.base.read_text())["checkpoint"]

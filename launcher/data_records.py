@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from common.files import write_atomic
 from common.rundir import RunDir
 from data.manifest import FILE_NAME
-from data.resolve_blend import resolve_run_blend
+from data.resolve_blend import domain_folders
 from recipes.plan import Plan
+from recipes.stages import resolve_plan_stages
 
 if TYPE_CHECKING:
     import nemo_run as run
@@ -26,11 +27,22 @@ def manifests(partial: run.Partial) -> dict[str, dict[str, object]]:
         ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
     """
     if partial.data.blend is not None:
-        folders = list(resolve_run_blend(partial.data.blend, partial.data.replay_share)[1].values())
+        folders = list(domain_folders(partial.data.blend).values())
     else:
         folders = [partial.data.paths] if isinstance(partial.data.paths, str) else []
     found = [Path(folder) for folder in folders if (Path(folder) / FILE_NAME).is_file()]
     return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
+
+
+def log_blend(plan: Plan) -> None:
+    """Log what the blend and its stages come to over the whole run.
+
+    Raises:
+        ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
+    """
+    if plan.blend is not None:
+        for line in resolve_plan_stages(plan).table():
+            log.info("blend: %s", line)
 
 
 def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
@@ -43,10 +55,8 @@ def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
         ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
     """
     if plan.blend is not None:
-        trained, _ = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
-        for line in trained.table():
-            log.info("blend: %s", line)
-        write_atomic(folder.blend, trained.to_json())
+        log_blend(plan)
+        write_atomic(folder.blend, resolve_plan_stages(plan).to_json())
     rows = {
         name: {**manifest, "absolute_path": str(Path(name).absolute())} for name, manifest in manifests(partial).items()
     }

@@ -30,6 +30,7 @@ from launcher.preflight.findings import Finding
 from launcher.preflight.room import Card
 from launcher.resume import newest_good_checkpoint
 from launcher.retries import Retries
+from launcher.stages import check_change_blend
 from recipes import profiles
 from recipes.plan import Plan
 from recipes.resolve import Resolved, changes, continue_run, resolve
@@ -57,6 +58,7 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
+    check_change_blend(spec.change_blend, spec.resume)
     processes.interrupt_on_stop_signals()  # until something else handles them: training, or the wait for the ranks
     retries, environ = Retries(), dict(os.environ)
     with claim_run_directory(spec) as folder, keep_launcher_log() as launcher_log:
@@ -106,6 +108,8 @@ def _launch(
     fit_to_start = not findings
     if findings and (not spec.dryrun or any(finding.in_numbers for finding in findings)):
         return EXIT_PREFLIGHT
+    if spec.dryrun and not findings and executor_table.shares_files(executor, cluster):
+        data_records.log_blend(resolved.plan)
     with stdout_is_stderr() as stdout:
         built = build.build(resolved, folder, adapt_to_machine=trains_here)
         for line in () if is_retry else built.lines:
@@ -242,9 +246,9 @@ def _write(spec: RunSpec, built: build.Built, folder: RunDir, settings: list[Set
 def _resume(built: build.Built, folder: RunDir, spec: RunSpec) -> None:
     """Choose the checkpoint, for this process and for the ranks that it starts. A dry run changes no checkpoint."""
     if spec.dryrun:
-        build.resume_from(built, folder, folder.complete_checkpoints()[-1])
+        build.resume_from(built, folder, folder.complete_checkpoints()[-1], spec)
     elif (checkpoint := newest_good_checkpoint(folder)) is not None:
-        build.resume_from(built, folder, checkpoint)
+        build.resume_from(built, folder, checkpoint, spec)
         write_atomic(folder.attempt(spec.attempt) / "resume-from", f"0 {checkpoint.name}\n")
 
 

@@ -21,7 +21,7 @@ from common.files import write_atomic
 from common.rank_states import RankState
 from common.rundir import RunDir, check_resumable
 from common.spec import RunSpec
-from launcher import batch_size, build, data_records
+from launcher import batch_size, build, data_records, stages
 from launcher.resume import newest_good_checkpoint
 from launcher.sending import sending
 from recipes.resolve import Resolved, resolve
@@ -74,7 +74,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
             for line in built.lines:
                 log.log(logging.DEBUG if trains_here else logging.INFO, "%s", line)
         heartbeat.enter_phase(run_status.LOADING)
-        _start_or_resume(built, folder, attempt, where)
+        _start_or_resume(built, folder, spec, where)
         if where.rank == 0:
             write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
@@ -109,17 +109,19 @@ def _check(resolved: Resolved, folder: RunDir) -> None:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 
-def _start_or_resume(built: build.Built, folder: RunDir, attempt: Path, where: RankInfo) -> None:
+def _start_or_resume(built: build.Built, folder: RunDir, spec: RunSpec, where: RankInfo) -> None:
     """Continue from the newest good checkpoint if there is one: `resume`, or a job that was started again."""
     if where.rank == 0:
         for aside in folder.set_aside_unfinished():
             log.warning("resume: an unfinished checkpoint is set aside as %s; older ones are deleted", aside)
     if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
         return
-    checkpoint = _agreed_checkpoint(folder, attempt / "resume-from", where)
+    checkpoint = _agreed_checkpoint(folder, folder.attempt(spec.attempt) / "resume-from", where)
     if checkpoint is not None:
-        build.resume_from(built, folder, checkpoint)
-    elif built.partial.resume.base:
+        build.resume_from(built, folder, checkpoint, spec)
+        return
+    stages.set_stages(built.partial, built.plan, attempt=spec.attempt)
+    if built.partial.resume.base:
         from launcher.base_model import start_from_base
 
         start_from_base(built.partial, folder, built.plan, write=where.rank == 0)

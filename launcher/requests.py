@@ -38,6 +38,9 @@ class RunRequest:
         "Start a failed run again so often, from its newest checkpoint (--retries 3).", metavar="N", default=None
     )
     retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
+    change_blend: bool = option(
+        "On a resume: train on another data.blend or data.replay_share from here on.", default=False
+    )
     dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class TrainRequest(RunRequest):
         names = ["recipe", "name", "runs", "executor", "cluster", "env", "profile", "memory_profile"]
         names += ["retries", "retry_wait"]
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
-        given |= {name: getattr(self, name) or None for name in ("resume", "dryrun", "write")}
+        given |= {name: getattr(self, name) or None for name in ("resume", "dryrun", "write", "change_blend")}
         given["gates"] = False if self.no_gates else None
         described = run_file.load(self.config) if self.config is not None else RunSpec(recipe="")
         spec = run_file.merge(described, given, self.words)
@@ -148,6 +151,7 @@ class ResumeRequest(RunRequest):
             name=folder.name,
             runs=str(folder.path.parent),
             resume=True,
+            change_blend=self.change_blend,
             dryrun=self.dryrun,
             retries=self.retries or 0,
             retry_wait=RunSpec.retry_wait if self.retry_wait is None else self.retry_wait,

@@ -14,6 +14,7 @@ from common.checkpoint_files import find_damage, has_list, total_bytes
 from common.commands import launch_command
 from common.errors import UserError
 from common.rundir import RUNS, RunDir, checkpoint_step
+from data.continue_ledger import OPTION
 from data.manifest import FILE_NAME, load_manifest
 from data.resolve_blend import resolve_run_blend
 from recipes.plan import Plan
@@ -36,6 +37,7 @@ FIXED = {
     "optim.config.optimizer": "the optimizer state would not fit",
     "optim.config.use_distributed_optimizer": "the optimizer state would not fit",
 }
+BLEND = ("data.paths", "data.blend", "data.replay_share")  # may change where --change-blend says so
 # May change between attempts and is not logged: paths of the attempt, and what only this machine decides.
 _OWN = (
     "log.",
@@ -45,6 +47,9 @@ _OWN = (
     "data.index_mapping_dir",
     "data.persistent_workers",
     "data.train_steps",
+    "data.stages",
+    "data.ledger",
+    "data.attempt",
 )
 _FREE_IN_FIXED = (
     "model.config.data_step_fn",
@@ -98,8 +103,11 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any,
     return found
 
 
-def check(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> list[str]:
+def check(before: dict[str, Any], now: dict[str, Any], checkpoint: Path, *, change_blend: bool = False) -> list[str]:
     """Lines that say what changed.
+
+    Args:
+        change_blend: another blend than before is meant (--change-blend).
 
     Raises:
         UserError: something changed that cannot be resumed.
@@ -107,12 +115,14 @@ def check(before: dict[str, Any], now: dict[str, Any], checkpoint: Path) -> list
     found = changes(before, now)
     for path, (old, new) in found.items():
         reason = next((why for start, why in FIXED.items() if path.startswith(start)), None)
-        if reason and not path.startswith(_FREE_IN_FIXED):
+        is_blend = path.startswith(BLEND)
+        if reason and not path.startswith(_FREE_IN_FIXED) and not (is_blend and change_blend):
             raise UserError(
                 f"{path} cannot change when a run is resumed",
                 expected=f"{old!r}, as in {checkpoint}",
                 found=f"{new!r}: {reason}",
-                do=f"leave {path} as it was, or start a new run with --name",
+                do=(f"{OPTION}, to train on it from here on; " if is_blend else "")
+                + f"leave {path} as it was, or start a new run with --name",
             )
     return [f"{path}: {old!r} -> {new!r}" for path, (old, new) in found.items()]
 
@@ -163,7 +173,8 @@ def check_order(before: dict[str, Any], plan: Plan, train_steps: int | None) -> 
             "a run of this length reads its samples in another order",
             expected=f"the order laid out for {laid_out} steps, whose epochs it keeps",
             found=f"{wanted} steps, which begin or end another epoch: samples would repeat and others be skipped",
-            do=f"trainer.max_steps={laid_out} at most; a new run is laid out for more with data.train_steps=N",
+            do=f"trainer.max_steps={laid_out} at most; or {OPTION}, which reads what is left of the laid-out samples"
+            " and then the corpora again, one reading after the other",
         )
 
 

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.quantities import parse_count
 from common.spec import RunSpec
 from data.manifest import load_manifest
-from data.resolve_blend import resolve_run_blend
+from data.resolve_blend import load_run_blend, resolve_run_blend
 from recipes.resolve import resolve
 
 
@@ -41,6 +41,13 @@ def _tokens_of(spec: RunSpec, epochs: float) -> int:
             "--epochs is out of range", expected="above 0, up to 1000", found=f"{epochs:g}", do="--epochs 1"
         )
     plan = resolve(spec).plan
+    if plan.blend is not None and load_run_blend(plan.blend).stages:
+        raise UserError(
+            "--epochs with a blend of stages",
+            expected="--tokens: how often each domain is read follows from the stages",
+            found=f"--epochs {epochs:g}",
+            do="--tokens 2B, and --dryrun to see the epochs of every domain",
+        )
     if plan.blend is not None:
         trained, _ = resolve_run_blend(plan.blend, plan.replay_share)
         new = [domain for domain in trained.domains if domain.role == "new"]

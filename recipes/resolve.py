@@ -19,6 +19,8 @@ from recipes.overrides import Override
 from recipes.plan import Plan
 from recipes.registry import Recipe
 
+_BLEND = ("data.paths", "data.blend", "data.replay_share")
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -108,6 +110,7 @@ def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
         retries=asked.retries or recorded.retries,
         retry_wait=asked.retry_wait if asked.retries else recorded.retry_wait,
         profile=asked.profile or recorded.profile,
+        change_blend=asked.change_blend or (recorded.change_blend and not replaced & set(_BLEND)),
         tokens=None if "trainer.max_steps" in replaced else asked.tokens or recorded.tokens,
         tokens_per_step=asked.tokens_per_step or recorded.tokens_per_step,
         overrides=(*kept, *asked.overrides),

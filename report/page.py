@@ -23,6 +23,7 @@ from report.attempts import Attempt
 from report.configuration import configuration_tables
 from report.evaluation.comparison import RULE
 from report.evaluation.result import Evaluation
+from report.ledger import stage_rows
 from report.passport import Passport
 from report.read import RunFiles
 
@@ -78,6 +79,7 @@ def render(data: ReportData) -> str:
             replay_share=planned_replay_share,
             standard_errors=STANDARD_ERRORS,
             key_facts=key_facts(data),
+            stages=stage_rows(data.files),
             configuration=configuration_tables(data.files),
             theme=theme,
             rule=RULE[:1].upper() + RULE[1:] + ".",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from common.files import write_atomic
 from common.rundir import RUNS, find_run
@@ -14,12 +14,13 @@ from recipes.plan import Shape
 from recipes.qwen25 import QWEN25_500M
 from report.analysis import compute_changes
 from report.corpus_hashes import check_corpora
+from report.item import Item, State
+from report.ledger import check_ledger
 from report.read import RunFiles, at, finite, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-State = Literal["pass", "fail", "unknown", "not applicable"]
 STYLES: dict[State, str] = {"pass": "green", "fail": "bold red", "unknown": "yellow", "not applicable": "dim"}
 
 RELEASED = {"Qwen2.5-0.5B": QWEN25_500M}  # a run of these layers, hidden size and heads is compared with it
@@ -28,16 +29,6 @@ SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", 
 # a file may state a tighter bound than these, never a wider one
 STEP0_BOUNDS = {"float32": 1e-5, "bfloat16": 1e-2}
 EXPORT_BOUNDS = {"float32": 1e-4}
-
-
-@dataclass(frozen=True)
-class Item:
-    """One check, with what was expected and what was found."""
-
-    name: str
-    state: State
-    expected: str
-    found: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,8 @@ def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) ->
 def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
     """The passport of a run whose files have been read."""
     items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _documents(files), _step0(files))
-    items = (*items, _data(files, quick), _changes(files), _version(files.version), _export(files))
+    items = (*items, _data(files, quick), _changes(files), *check_ledger(files), _version(files.version))
+    items = (*items, _export(files))
     return Passport(files.run.name, files.run.path / "passport.json", items)
 
 

@@ -21,11 +21,13 @@ RECORDS = {
     "gates.json": "the model and data as the training process saw them",
     "data.json": "the manifests of the corpora",
     "blend.json": "domains and replay share",
+    "ledger.json": "what was read in which stage",
     "base.json": "the weights it started from",
     "step0.json": "the comparison with Hugging Face's loss at step 0",
     "export.json": "the comparison of the exported model with its checkpoint",
 }
-FOR_CONTINUED = ("blend.json", "base.json", "step0.json", "export.json")  # a run from scratch has none of these
+# a run from scratch has none of these; the ledger comes with the first checkpoint
+FOR_CONTINUED = ("blend.json", "base.json", "step0.json", "export.json", "ledger.json")
 
 
 @dataclass

@@ -17,6 +17,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 from torch.distributed.checkpoint import FileSystemReader
 
 from common.checkpoint_files import record_files
+from common.files import write_atomic
 from common.rundir import RunDir, checkpoint_step
 from training.checkpoint_writer import CheckpointError
 
@@ -99,13 +100,14 @@ class StepCheckpoint(nl.ModelCheckpoint):
         step, losses = self.domain_losses
         loss = losses.get(self.keep_best) if self.keep_best and step == trainer.global_step else None
         saved = Path(str(filepath).removesuffix(".ckpt"))
+        ledger = _ledger_text(trainer)
 
         def finalize_and_retain() -> None:
             """Complete the files, then let NeMo remove the marker of an unfinished checkpoint, then delete others."""
             if is_global_rank_zero():
                 check_written(saved)
                 if self.run:
-                    self._add_run_files(self.run, saved, loss)
+                    self._add_run_files(self.run, saved, loss, ledger)
                 record_files(saved)
             finalize()
             if self.run and is_global_rank_zero():
@@ -115,12 +117,15 @@ class StepCheckpoint(nl.ModelCheckpoint):
 
         return finalize_and_retain
 
-    def _add_run_files(self, run: RunDir, saved: Path, loss: float | None) -> None:
-        """Copy the run's configuration into the new checkpoint, and its loss on the domain `keep_best`."""
+    def _add_run_files(self, run: RunDir, saved: Path, loss: float | None, ledger: str | None) -> None:
+        """Copy the run's configuration into the new checkpoint, its loss on the domain `keep_best`, and its ledger."""
         (saved / "run").mkdir(exist_ok=True)
         for path in (run.config, run.env, run.command, run.version):
             if path.exists():
                 shutil.copy(path, saved / "run")
+        if ledger is not None:
+            (saved / "run" / run.ledger.name).write_text(ledger)
+            write_atomic(run.ledger, ledger)
         if loss is not None:
             (saved / "run" / "best.json").write_text(json.dumps({"domain": self.keep_best, "loss": loss}))
 
@@ -141,6 +146,14 @@ class StepCheckpoint(nl.ModelCheckpoint):
             if self.keep_best and file.exists() and (row := json.loads(file.read_text()))["domain"] == self.keep_best:
                 losses[folder] = row["loss"]
         return min(losses, key=lambda folder: losses[folder]) if losses else None
+
+
+def _ledger_text(trainer: pl.Trainer) -> str | None:
+    """What the run has read by this step (data/ledger.py), on rank 0; None of a data module without a ledger."""
+    if not is_global_rank_zero() or not hasattr(trainer.datamodule, "ledger_after"):
+        return None
+    ledger = trainer.datamodule.ledger_after(trainer.global_step)
+    return ledger.to_json() if ledger is not None else None
 
 
 def _pending_saves(trainer: pl.Trainer) -> int:

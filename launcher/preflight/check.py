@@ -16,7 +16,7 @@ from common import machine_facts
 from common.loggers import TITLES, install_command, is_installed, parse_loggers
 from common.quantities import format_bytes
 from common.rundir import RunDir
-from launcher.preflight.data import check_base_model, check_corpora
+from launcher.preflight.data import check_base_model, check_blend, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
@@ -198,6 +198,7 @@ _CHECKS: dict[str, _Check] = {
     "batch and sequence": _check_numbers,
     "parallel layout": check_layout,
     "schedule": _check_schedule,
+    "blend": check_blend,
 }
 _MACHINE_CHECKS: dict[str, _Check] = {"GPUs": _check_gpus, "memory and ports": check_ranks, "loggers": _check_loggers}
 _DATA_CHECKS: dict[str, _Check] = {"corpora": check_corpora, "base model": check_base_model, "disk": _check_disk}

@@ -11,14 +11,16 @@ from common.errors import ProjectError
 from common.hub import is_hub_id
 from common.json_files import read_json_object
 from common.rundir import RunDir
-from data.blend import EPOCHS_CAP, parse_blend, read_yaml
+from data.blend import EPOCHS_CAP
 from data.block_hashes import find_changed_block
 from data.indexed import check_prefix, read_index
 from data.manifest import SPLITS, Manifest, load_manifest
-from data.resolve_blend import resolve_run_blend
+from data.resolve_blend import load_run_blend
+from data.stages import resolve_boundaries
 from launcher.preflight.findings import Finding, error, warning
 from recipes.plan import Plan
 from recipes.qwen25 import QWEN25_500M, TINY
+from recipes.stages import resolve_plan_stages, run_length
 
 
 def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
@@ -31,7 +33,8 @@ def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 found=f"data.paths={plan.data} and data.blend",
                 do="leave data.paths out; data.blend=FILE.yaml names other corpora (docs/blend.md)",
             )
-        yield from _check_blend(plan)
+        if not any(check_blend(plan, run)):  # a finding of its own
+            yield from _check_blend(plan)
         return
     try:
         prefixes = _prefixes(plan.data or "")
@@ -64,15 +67,26 @@ def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
             yield from broken or _check_length(plan, split, prefix)
 
 
+def check_blend(plan: Plan, run: RunDir) -> Iterator[Finding]:
+    """Check the description of the blend and the ends of its stages, for which no corpus is needed."""
+    if plan.blend is None or isinstance(plan.blend, str) and not Path(plan.blend).exists():
+        return  # a file that is only where the run trains
+    try:
+        resolve_boundaries(load_run_blend(plan.blend).stages, run_length(plan))
+    except ProjectError as problem:
+        yield Finding(problem)
+
+
 def _check_blend(plan: Plan) -> Iterator[Finding]:
     """Check that every domain is a prepared corpus of one tokenizer, and that shares and epochs make sense."""
     assert plan.blend is not None
     try:
-        blend = parse_blend(read_yaml(Path(plan.blend)) if isinstance(plan.blend, str) else plan.blend)
+        blend = load_run_blend(plan.blend)
         if missing := _find_missing([domain.folder for domain in blend.domains]):
             yield from missing
             return
-        trained, folders = resolve_run_blend(plan.blend, plan.replay_share, plan.max_steps * plan.tokens_per_step)
+        resolved = resolve_plan_stages(plan)
+        trained, folders = resolved.blend, resolved.folders
     except ProjectError as problem:
         yield Finding(problem)
         return

@@ -42,8 +42,8 @@ def test_a_good_plan_has_no_findings(corpus: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.INFO):
         assert _check(corpus) == []
     assert [record.message for record in caplog.records] == [
-        "preflight: 11 checks passed (packages, batch and sequence, parallel layout, schedule, GPUs, memory and ports,"
-        " loggers, corpora, base model, disk, peak memory)"
+        "preflight: 12 checks passed (packages, batch and sequence, parallel layout, schedule, blend, GPUs,"
+        " memory and ports, loggers, corpora, base model, disk, peak memory)"
     ]
 
 
@@ -54,7 +54,7 @@ def test_what_is_checked_where_the_ranks_run(corpus: Path, caplog: pytest.LogCap
         assert preflight.check(plan, RunDir("run", corpus.parent), machine=False, data=False) == []
         assert preflight.check(plan, RunDir("run", corpus.parent), machine=False)
     said = [record.message for record in caplog.records]
-    assert said[0] == "preflight: 4 checks passed (packages, batch and sequence, parallel layout, schedule)"
+    assert said[0] == "preflight: 5 checks passed (packages, batch and sequence, parallel layout, schedule, blend)"
     assert (
         said[1]
         == "preflight: the ranks check GPUs, base model, corpora, disk, loggers, memory and ports when they start"

@@ -1,0 +1,99 @@
+"""The training samples of a run in the order of its token ledger, over the same memory-mapped .bin and .idx files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.datasets.gpt_dataset import GPTDataset
+
+from common.errors import UserError
+from data.ledger import Corpus, Ledger
+from data.sample_order import permute_range, samples_of_step
+
+
+class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Sample i of the run, for any i: which corpus, which of its windows.
+
+    Data workers and ranks need nothing of each other: a sample is a function of the ledger and of its number. The rows
+    of one global batch are computed together and kept until another batch is asked for.
+
+    Args:
+        ledger: what was read, and the stages.
+        build: (corpus, samples or None for one reading) -> its windows, in Megatron's shuffled order.
+        num_samples: of the whole run.
+    """
+
+    def __init__(self, ledger: Ledger, build: Callable[[Corpus, int | None], GPTDataset], num_samples: int) -> None:
+        self.ledger, self.segments, self.num_samples = ledger, ledger.segments(), num_samples
+        read = {name for stage in ledger.stages_ahead for name in stage.within}
+        self._windows: dict[int, GPTDataset] = {}  # by the corpus's number in the ledger
+        self._laid_out: dict[int, GPTDataset] = {}
+        for number, corpus in enumerate(ledger.corpora):
+            if corpus.name not in read:  # of an earlier blend
+                continue
+            self._windows[number] = build(corpus, None)
+            _check_size(corpus, corpus.windows, self._windows[number])
+            if ledger.read.get(corpus.name, 0) < corpus.laid_out_size:
+                self._laid_out[number] = build(corpus, corpus.laid_out)
+                _check_size(corpus, corpus.laid_out_size, self._laid_out[number])
+        self._step = -1
+        self._rows: list[tuple[int, int, int]] = []
+
+    @property
+    def datasets(self) -> list[GPTDataset]:
+        """The corpora that are read from here on, one reading of each."""
+        return list(self._windows.values())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        step, place = divmod(index, self.ledger.global_batch_size)
+        if step != self._step:
+            self._step, self._rows = step, self.rows_of_step(step)
+        domain, pass_number, window = self._rows[place]
+        begun = self.ledger.corpora[domain].laid_out_size > 0 and pass_number == 0
+        dataset = (self._laid_out if begun else self._windows)[domain]
+        return {"dataset_id": domain, **dataset[window]}
+
+    def rows_of_step(self, step: int) -> list[tuple[int, int, int]]:
+        """(corpus, pass, window) of each sample of a global batch; windows as the corpus's dataset counts them."""
+        domains, numbers = samples_of_step(self.segments, step, self.ledger.global_batch_size)
+        passes, windows = numpy.zeros_like(numbers), numpy.zeros_like(numbers)
+        for domain, corpus in enumerate(self.ledger.corpora):
+            own = domains == domain
+            if own.any():  # they follow each other: the first one and their number name them all
+                passes[own], windows[own] = self._find_windows(corpus, int(numbers[own][0]), int(own.sum()))
+        return list(zip(domains.tolist(), passes.tolist(), windows.tolist(), strict=True))
+
+    def _find_windows(self, corpus: Corpus, first: int, count: int) -> tuple[Any, Any]:
+        """int64[count] each: pass and window of the corpus's samples from `first` on."""
+        passes, windows = [], []
+        while count:
+            number, place = corpus.locate(first)
+            length = min(count, corpus.size_of(number) - place)
+            passes.append(numpy.full(length, number))
+            if number == 0:  # Megatron has shuffled it
+                windows.append(numpy.arange(place, place + length))
+            else:
+                windows.append(permute_range(place, place + length, corpus.windows, self.ledger.key(corpus, number)))
+            first, count = first + length, count - length
+        return numpy.concatenate(passes), numpy.concatenate(windows)
+
+
+def _check_size(corpus: Corpus, expected: int, dataset: GPTDataset) -> None:
+    """What the ledger counts with is what Megatron has built.
+
+    Raises:
+        UserError: it is not.
+    """
+    if len(dataset) != expected:
+        raise UserError(
+            f"{corpus.name} has another number of samples than its ledger counts with",
+            expected=f"{expected:,} samples",
+            found=f"{len(dataset):,} in {corpus.folder}",
+            do="bring back the corpus as it was, or start a new run with --name",
+        )

@@ -1,0 +1,25 @@
+"""The stages of a plan's blend, resolved by its own length and learning rate, before NeMo is imported."""
+
+from __future__ import annotations
+
+from data.resolve_stages import ResolvedStages, resolve_stages
+from data.stages import RunLength
+from recipes.plan import Plan
+
+
+def run_length(plan: Plan) -> RunLength:
+    """The numbers of a plan that decide where its stages end."""
+    return RunLength(plan.max_steps, plan.global_batch_size, plan.seq_length, plan.learning_rate())
+
+
+def resolve_plan_stages(plan: Plan) -> ResolvedStages:
+    """What the blend of a plan comes to; a blend without stages has one.
+
+    Args:
+        plan: with a blend.
+
+    Raises:
+        UserError, PreflightError: as `data.resolve_stages.resolve_stages`.
+    """
+    assert plan.blend is not None
+    return resolve_stages(plan.blend, run_length(plan), plan.replay_share)

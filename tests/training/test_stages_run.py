@@ -1,0 +1,157 @@
+"""Stages as a run trains them: exact shares, equal losses after a resume across a switch, another blend on purpose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import UserError
+from common.rundir import RunDir
+from data.ledger import Ledger, read_ledger
+from tests.conftest import call_in_fork
+from tests.training.conftest import SHORT
+
+pytestmark = pytest.mark.nemo
+
+STEPS, SWITCH, TOKENS = 8, 4, 4 * 256
+
+
+def _blend(sample: Path) -> dict[str, Any]:
+    return {
+        "domains": [
+            {"name": "code", "folder": str(sample / "code"), "role": "new"},
+            {"name": "prose", "folder": str(sample / "prose"), "role": "replay"},
+        ],
+        "replay_share": 0.25,
+        "stages": [{"name": "main", "until": SWITCH * TOKENS}, {"name": "anneal", "replay_share": 0.5}],
+    }
+
+
+def _train(sample: Path) -> None:
+    from common.spec import RunSpec
+    from launcher import launch
+
+    Path("blend.json").write_text(json.dumps(_blend(sample)))
+    words = (*SHORT, "data.paths=None", "data.blend=blend.json", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
+    words += (f"trainer.max_steps={STEPS}", "log.ckpt.every_n_train_steps=3", "trainer.limit_val_batches=1")
+    words += ("log.ckpt.keep_last=9",)
+    assert launch.launch(RunSpec(recipe="qwen25_tiny", name="run", overrides=words)) == 0
+
+
+def _launch(*words: str) -> int:
+    import launch
+
+    return launch._run(list(words))
+
+
+@pytest.fixture(scope="module")
+def folder(nemo: None, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run of two stages, with checkpoints before and after the switch."""
+    folder = tmp_path_factory.mktemp("stages")
+    call_in_fork(_train, sample, cwd=folder)
+    return folder
+
+
+def _losses(run: RunDir) -> list[float]:
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def _tokens(ledger: Ledger) -> dict[tuple[str, int, str], int]:
+    return {(one.stage, one.attempt, one.corpus): one.samples * ledger.seq_length for one in ledger.ranges()}
+
+
+def test_the_shares_of_each_stage(folder: Path) -> None:
+    """The ledger, the ranks' own count and blend.json say the same."""
+    run = RunDir("run", folder / "runs")
+    ledger = read_ledger(run.ledger)
+    main, anneal = SWITCH * TOKENS, (STEPS - SWITCH) * TOKENS
+    assert _tokens(ledger) == {
+        ("main", 1, "code"): main * 3 // 4,
+        ("main", 1, "prose"): main // 4,
+        ("anneal", 1, "code"): anneal // 2,
+        ("anneal", 1, "prose"): anneal // 2,
+    }
+    last = json.loads(run.metrics.read_text().splitlines()[-1])
+    assert last["consumed_tokens"] == {name: count * 256 for name, count in ledger.read.items()}
+    planned = json.loads(run.blend.read_text())
+    assert {d["name"]: d["tokens_planned"] for d in planned["domains"]} == last["consumed_tokens"]
+    assert read_ledger(run.checkpoints / "step-3/run/ledger.json").step == 3
+
+
+def test_a_resume_across_the_switch_is_bit_equal(folder: Path) -> None:
+    assert call_in_fork(_launch, "resume", "run", "--from", "step-3", "--name", "again", cwd=folder) == 0
+    again, run = RunDir("again", folder / "runs"), RunDir("run", folder / "runs")
+    assert _losses(again) == _losses(run) and len(_losses(run)) == STEPS
+    first, second = read_ledger(run.ledger), read_ledger(again.ledger)
+    assert first.read == second.read and first.segments() == second.segments()
+
+
+def test_another_blend_from_here_on(folder: Path) -> None:
+    """Refused unless it is meant; then it is recorded, and the ledger goes on where it was."""
+    words = ("resume", "run", "--from", "step-6", "--name", "changed", "data.replay_share=0.1")
+    stages = f"data.blend={folder / 'other.json'}"
+    other = {key: value for key, value in json.loads((folder / "blend.json").read_text()).items() if key != "stages"}
+    (folder / "other.json").write_text(json.dumps(other))
+    assert call_in_fork(_launch, *words, stages, cwd=folder) == UserError.exit_code
+    assert not (folder / "runs/changed").exists()
+    assert call_in_fork(_launch, *words, stages, "--change-blend", cwd=folder) == 0
+    run = RunDir("changed", folder / "runs")
+    ledger = read_ledger(run.ledger)
+    assert ledger.stage_at(6).change == "--change-blend at step 6 of attempt 1" and run.spec().change_blend
+    tokens = _tokens(ledger)
+    assert tokens[("anneal", 1, "prose")] == 2 * TOKENS // 2 and ("all", 1, "code") in tokens
+    assert ledger.read == {"code": 12 + 4 + 7, "prose": 4 + 4 + 1}
+    _check_report_and_passport(run)
+
+
+def _check_report_and_passport(run: RunDir) -> None:
+    """Both say what was read in each stage, and that the blend was changed."""
+    from report.passport import make_passport
+    from report.report import write_report
+
+    item = next(item for item in make_passport(run.path).items if item.name == "token ledger")
+    assert item.state == "pass" and "changed at step 6" in item.found
+    page = write_report(run.path).read_text()
+    assert "Stages" in page and "--change-blend at step 6" in page and "anneal" in page
+
+
+def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of the samples of `code` that a plain run has not read, and what a changed run reads of it first."""
+    import types
+
+    from torch import distributed
+
+    from data.module import PreparedDataModule
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    blend = {key: value for key, value in _blend(sample).items() if key != "stages"}
+    sizes = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8}
+
+    def module(order: str, share: float, **kwargs: Any) -> Any:
+        within = {"code": 1.0, "prose": 1.0}
+        rows = [{"name": "all", "first": 0, "replay_share": share, "within": within, "order": order}]
+        data = PreparedDataModule(blend=blend, index_mapping_dir="cache", stages=rows, **sizes, **kwargs)
+        data.trainer = types.SimpleNamespace(global_step=0)
+        data.build(40, 40, 1, 1)
+        return data
+
+    plain = module("megatron", 0.25)
+    ledger = plain.ledger_after(10)
+    Path("ledger.json").write_text(ledger.to_json())
+    changed = module("ledger", 0.5, ledger="ledger.json", attempt=2)
+    read = ledger.read["code"]
+    assert (read, ledger.read["prose"]) == (60, 20) and len(changed._train_ds) == 320
+    left = [plain._train_ds.datasets[0][number]["tokens"].tolist() for number in range(read, read + 40)]
+    rows = [changed._train_ds[number] for number in range(80, 160)]
+    return left, [row["tokens"].tolist() for row in rows if row["dataset_id"] == 0]
+
+
+def test_a_run_in_megatrons_order_can_change_its_blend(sample: Path, forked: Callable[..., Any]) -> None:
+    """It reads on in the samples that Megatron has laid out: the next ones, none of those before."""
+    left, found = forked(_samples_after_a_change, sample)
+    assert found == left and len({tuple(tokens) for tokens in found}) == 40
