@@ -145,3 +145,26 @@ def test_a_blend_without_stages_is_what_it_was(sample: Path) -> None:
     with pytest.raises(UserError, match="a replay domain without a share"):
         parse_blend(_blend(sample, replay_share=0))
     assert parse_blend(_blend(sample, {"until": "9%"}, {"replay_share": 0.5}, replay_share=0)).stages
+
+
+def test_the_example_of_the_docs_resolves() -> None:
+    """docs/examples/annealing.yaml: two stages, the second from the decay on. Each blend in docs/blend.md is one."""
+    import re
+
+    from data.stages import resolve_boundaries
+    from launcher import run_file
+    from recipes.resolve import resolve
+    from recipes.stages import run_length
+
+    plan = resolve(run_file.load(ROOT / "docs/examples/annealing.yaml")).plan
+    blend = parse_blend(plan.blend)
+    decay = next(phase.first for phase in plan.learning_rate().phases() if phase.name == "decay")
+    assert resolve_boundaries(blend.stages, run_length(plan)) == [(0, decay), (decay, plan.max_steps)]
+    assert [[domain.name for domain in part.trained] for _, part in blend.parts] == [
+        ["new", "replay"],
+        ["best", "replay"],
+    ]
+    import yaml
+
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/blend.md").read_text(), flags=re.S | re.M)
+    assert [len(parse_blend(yaml.safe_load(block)).stages) for block in blocks][:2] == [0, 2]

@@ -1,0 +1,88 @@
+"""How fast samples are read in Megatron's order and in that of the token ledger, in one process, in alternation.
+
+python -m bench.sample_orders --corpora corpora/sample --out samples.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+SHARES = {"code": 1.0, "prose": 1.0}
+
+
+def build_dataset(corpora: Path, cache: str, order: str, args: argparse.Namespace) -> Any:
+    """The training samples of a blend of three quarters code and one quarter prose, in one of the two orders."""
+    from data.module import PreparedDataModule
+
+    domains = [
+        {"name": name, "folder": str(corpora / name), "role": role}
+        for name, role in (("code", "new"), ("prose", "replay"))
+    ]
+    data = PreparedDataModule(
+        blend={"domains": domains, "replay_share": 0.25},
+        stages=[{"name": "all", "first": 0, "replay_share": 0.25, "within": SHARES, "order": order}],
+        seq_length=args.seq_length,
+        micro_batch_size=4,
+        global_batch_size=args.global_batch_size,
+        index_mapping_dir=cache,
+    )
+    data.trainer = types.SimpleNamespace(global_step=0)
+    steps = args.rounds * args.steps
+    data.build(steps, steps, 1, 1)
+    return data._train_ds
+
+
+def time_reading(dataset: Any, first: int, samples: int) -> float:
+    """Microseconds of CPU time per sample."""
+    start = time.process_time()
+    for number in range(first, first + samples):
+        dataset[number]
+    return (time.process_time() - start) / samples * 1e6
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Read the same number of samples of both orders in each round; the ratio is that of each round."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as cache:
+        megatron, ledger = (build_dataset(args.corpora, cache, order, args) for order in ("megatron", "ledger"))
+        samples = args.steps * args.global_batch_size
+        times = [
+            [time_reading(dataset, number * samples, samples) for dataset in (megatron, ledger)]
+            for number in range(args.rounds)
+        ]
+    ratios = [ledger_us / megatron_us for megatron_us, ledger_us in times[1:]]  # the first round fills the page cache
+    return {
+        "megatron_us_per_sample": statistics.median(row[0] for row in times[1:]),
+        "ledger_us_per_sample": statistics.median(row[1] for row in times[1:]),
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
+
+
+def main() -> None:
+    """Parse the arguments, measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--corpora", type=Path, default=Path("corpora/sample"))
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--global-batch-size", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = measure(args)
+    print(json.dumps(found))
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
