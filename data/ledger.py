@@ -106,6 +106,7 @@ class Range:
     """What one stage of one attempt has read of a corpus.
 
     Args:
+        step: the first step of it.
         first_pass, first: pass and place in it of the first sample.
         last_pass, end: pass of the last sample, and the place after it.
         samples: from the first to the last.
@@ -113,6 +114,7 @@ class Range:
 
     stage: str
     attempt: int
+    step: int
     corpus: str
     first_pass: int
     first: int
@@ -209,7 +211,7 @@ class Ledger:
                 if begin < stop:
                     last_pass, last = corpus.locate(stop - 1)
                     place = (*corpus.locate(begin), last_pass, last + 1)
-                    found.append(Range(self.stage_at(start).name, attempt, corpus.name, *place, stop - begin))
+                    found.append(Range(self.stage_at(start).name, attempt, start, corpus.name, *place, stop - begin))
         return found
 
     def key(self, corpus: Corpus, pass_number: int) -> int:

@@ -12,7 +12,6 @@ from common.errors import ProjectError, UserError
 from common.rundir import RunDir
 from data.blend import Blend, parse_blend, read_yaml
 from data.manifest import load_manifest
-from data.resolve_blend import resolve_run_blend
 from launcher import batch_size, executor_table
 from launcher.earlier_runs import highest_rate
 from launcher.executors.on_cluster import check_size
@@ -28,6 +27,7 @@ from recipes import memory
 from recipes.advice import Advice, Facts, advise
 from recipes.plan import Plan
 from recipes.resolve import Resolved, resolve
+from recipes.stages import resolve_plan_stages
 
 if TYPE_CHECKING:
     from planning.request import PlanRequest
@@ -186,12 +186,18 @@ def _domains(plan: Plan) -> tuple[tuple[DomainTokens, ...], str, float]:
     if plan.blend is None:
         return _one_corpus(plan, total, most)
     try:
-        trained, folders = resolve_run_blend(plan.blend, plan.replay_share, total)
+        resolved = resolve_plan_stages(plan)
     except ProjectError as problem:
         return _planned_shares(plan, total, problem, most)
+    trained, folders = resolved.blend, resolved.folders
     rows = [
-        DomainTokens(WHOLE_RUN, d.name, d.role, str(d.folder), d.tokens_planned, d.epochs_planned)
+        DomainTokens(
+            stage.name if resolved.has_stages else WHOLE_RUN,
+            *(d.name, d.role, str(d.folder), stage.tokens[d.name], stage.tokens[d.name] / d.tokens_available),
+        )
+        for stage in resolved.stages
         for d in trained.domains
+        if d.name in stage.tokens
     ]
     rows += [DomainTokens(WHOLE_RUN, d.name, d.role, str(d.folder), 0, 0.0) for d in trained.validated_only]
     held = [load_manifest(Path(folder)).splits["validation"].tokens for folder in folders.values()]
@@ -223,7 +229,8 @@ def _planned_shares(
         weights = [one.weight for one in group]
         known = len(group) == 1 or None not in weights
         part = 1.0 if len(group) == 1 else (domain.weight or 0.0) / (sum(w or 0.0 for w in weights) or 1.0)
-        tokens = round(total * shares[domain.role] * part) if known or not shares[domain.role] else None
+        known = (known or not shares[domain.role]) and not blend.stages
+        tokens = round(total * shares[domain.role] * part) if known or domain.role == "watch" else None
         rows.append(DomainTokens(WHOLE_RUN, domain.name, domain.role, str(domain.folder), tokens, None))
     return tuple(rows), f"{problem.what}: {problem.do}", float(most * len(rows))
 
@@ -233,6 +240,9 @@ def _facts(resolved: Resolved, domains: tuple[DomainTokens, ...]) -> Facts:
     plan = resolved.plan
     new = [row for row in domains if row.role == "new"]
     held = {row.name: row.tokens / row.epochs for row in new if row.epochs and row.tokens}
+    epochs: dict[str, float] = {}
+    for row in domains:
+        epochs[row.name] = epochs.get(row.name, 0.0) + (row.epochs or 0.0)
     trained = sum(row.tokens or 0 for row in domains)
     replayed = sum(row.tokens or 0 for row in domains if row.role == "replay")
     return Facts(
@@ -240,7 +250,7 @@ def _facts(resolved: Resolved, domains: tuple[DomainTokens, ...]) -> Facts:
         num_parameters=plan.shape.num_parameters,
         new_tokens=sum(held.values()) if new and held.keys() == {row.name for row in new} else None,
         replay_share=replayed / trained if trained else None,
-        epochs={row.name: row.epochs for row in domains if row.epochs},
+        epochs={name: count for name, count in epochs.items() if count},
         max_lr=plan.max_lr,
         tried_lr=highest_rate(None, plan.base, Path(resolved.spec.runs)) if plan.base else None,
     )

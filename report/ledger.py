@@ -53,17 +53,15 @@ def stage_rows(files: RunFiles) -> list[StageRow]:
         return []
     ranges, rows, read = ledger.ranges(), [], dict.fromkeys((c.name for c in ledger.corpora), 0)
     windows = {corpus.name: corpus.windows for corpus in ledger.corpora}
-    stages = {stage.name: stage for stage in ledger.stages}
-    begins = {one.number: one.first for one in ledger.attempts}
     for one in ranges:
-        together = sum(r.samples for r in ranges if (r.stage, r.attempt) == (one.stage, one.attempt))
+        together = sum(other.samples for other in ranges if other.step == one.step)
         read[one.corpus] += one.samples
-        stage = stages[one.stage]
+        stage = ledger.stage_at(one.step)
         rows.append(
             StageRow(
                 stage=one.stage,
                 attempt=one.attempt,
-                first=max(stage.first, begins[one.attempt]),
+                first=one.step,
                 domain=one.corpus,
                 planned=_planned(files, one.stage, stage.first, one.corpus),
                 tokens=one.samples * ledger.seq_length,

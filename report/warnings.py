@@ -26,7 +26,8 @@ DRIFT = 0.02  # difference between planned and consumed share of tokens
 
 def find_warnings(files: RunFiles, changes: list[DomainChange], tokens: list[DomainTokens]) -> list[str]:
     """One sentence for each, the most serious first."""
-    return [*_training(files), *_validation(changes), *_advice(files, tokens), *_tokens(tokens), *_state(files)]
+    drift = _tokens(tokens) if not _has_stages(files) else ()
+    return [*_training(files), *_validation(changes), *_advice(files, tokens), *drift, *_state(files)]
 
 
 def _format_steps(steps: list[int]) -> str:
@@ -79,6 +80,13 @@ def _advice(files: RunFiles, tokens: list[DomainTokens]) -> Iterator[str]:
         tried_lr=highest_rate(files.run, base) if isinstance(base, str) else None,
     )
     yield from (f"{advice}." for advice in advise(facts))
+
+
+def _has_stages(files: RunFiles) -> bool:
+    """The shares changed on the way: half-way through they are not those of the whole run."""
+    ledger = files.records.get("ledger.json", {}).get("stages")
+    planned = files.records.get("blend.json", {}).get("stages")
+    return any(isinstance(stages, list) and len(stages) > 1 for stages in (ledger, planned))
 
 
 def _tokens(tokens: list[DomainTokens]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -156,3 +157,22 @@ def test_counts_do_not_depend_on_the_length() -> None:
     """A ledger of a billion steps answers at once."""
     ledger = _fresh(_stage(0, 0.25), _stage(10**9, 0.5)).at(10**9 + 5)
     assert math.isclose(ledger.read["r"], 0.25 * BATCH * 10**9, rel_tol=1e-6) and len(ledger.ranges()) > 3
+
+
+def test_two_stages_of_one_name_stay_apart() -> None:
+    """A plain run and its changed blend are both called `all`; the report must not mix them up."""
+    from pathlib import Path
+
+    from common.rundir import RunDir
+    from report.ledger import stage_rows
+    from report.read import RunFiles
+
+    plain = [StageEntry("all", 0, 0.25, {"a": 0.5, "b": 0.5, "r": 1.0}, order="megatron")]
+    ledger = with_layouts(_fresh(*plain), {"a": (60, 74), "b": (60, 22), "r": (20, 23)})
+    ledger = ledger.at(5, {"a": 15, "b": 15, "r": 10})
+    now = [StageEntry("all", 0, 0.5, {"a": 1.0, "r": 1.0})]
+    changed = resume_ledger(ledger, CORPORA, now, attempt=2, change_blend=True).at(9)
+    files = RunFiles(RunDir("run", Path("runs")), records={"ledger.json": json.loads(changed.to_json())})
+    rows = [(row.first, row.attempt, row.domain, row.share, bool(row.change)) for row in stage_rows(files)]
+    assert rows[:3] == [(0, 1, "a", 0.375, False), (0, 1, "b", 0.375, False), (0, 1, "r", 0.25, False)]
+    assert rows[3:] == [(5, 2, "a", 0.5, True), (5, 2, "r", 0.5, True)]

@@ -111,13 +111,22 @@ def test_another_blend_from_here_on(folder: Path) -> None:
 
 def _check_report_and_passport(run: RunDir) -> None:
     """Both say what was read in each stage, and that the blend was changed."""
+    from report.ledger import stage_rows
     from report.passport import make_passport
+    from report.read import read_run
     from report.report import write_report
 
     item = next(item for item in make_passport(run.path).items if item.name == "token ledger")
     assert item.state == "pass" and "changed at step 6" in item.found
     page = write_report(run.path).read_text()
-    assert "Stages" in page and "--change-blend at step 6" in page and "anneal" in page
+    assert "Stages" in page and "--change-blend at step 6" in page
+    rows = [(row.stage, row.first, row.domain, row.tokens, bool(row.change)) for row in stage_rows(read_run(run))]
+    assert rows[-4:] == [
+        ("anneal", SWITCH, "code", TOKENS, False),
+        ("anneal", SWITCH, "prose", TOKENS, False),
+        ("all", 6, "code", 7 * 256, True),
+        ("all", 6, "prose", 256, True),
+    ]
 
 
 def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[int]]]:
