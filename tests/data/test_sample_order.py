@@ -15,6 +15,7 @@ weights = st.lists(st.floats(1e-4, 1e4) | st.just(0.0), min_size=1, max_size=8).
 
 
 @given(weights=weights, n=st.integers(0, 10**12))
+@settings(deadline=None)
 def test_shares_are_exact_at_any_sample(weights: list[float], n: int) -> None:
     """Within 1/2 + m w / 2 samples of the exact share, which is less than a global batch of m samples."""
     counts, total = count_in_order(weights, n), math.fsum(weights)
@@ -26,7 +27,7 @@ def test_shares_are_exact_at_any_sample(weights: list[float], n: int) -> None:
 
 
 @given(weights=weights, first=st.integers(0, 10**9), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_however_it_is_cut_the_order_is_one(weights: list[float], first: int, sizes: list[int]) -> None:
     """Batches of any sizes, laid end to end, are the same samples: none twice, none left out."""
     end, parts, at = first + sum(sizes), [], first
@@ -42,7 +43,7 @@ def test_however_it_is_cut_the_order_is_one(weights: list[float], first: int, si
 
 
 @given(size=st.integers(1, 9000), key=st.integers(0, 2**64 - 1))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_a_permutation_misses_nothing(size: int, key: int) -> None:
     found = permute(np.arange(size, dtype=np.uint64), size, key)
     assert np.array_equal(np.sort(found), np.arange(size))

@@ -53,7 +53,7 @@ def test_where_a_stage_ends(until: str | int, schedule: Schedule, step: int) -> 
 
 
 @given(divisor=st.floats(1, 90), steps=st.integers(30, 400), shape=st.sampled_from(["linear", "1-sqrt"]))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_the_learning_rate_of_a_boundary(divisor: float, steps: int, shape: str) -> None:
     """The first step of all at which it has fallen so far; found by bisection."""
     schedule = WSD(max_lr=1.0, min_lr=0.01, warmup_steps=10, fork_step=20, decay_steps=steps, decay_shape=shape)
