@@ -36,9 +36,9 @@ def _train(sample: Path) -> None:
     from launcher import launch
 
     Path("blend.json").write_text(json.dumps(_blend(sample)))
-    words = (*SHORT, "data.paths=None", "data.blend=blend.json", f"data.index_mapping_dir={Path.cwd() / 'cache'}")
+    words: tuple[str, ...] = (*SHORT, "data.paths=None", "data.blend=blend.json", "log.ckpt.keep_last=9")
     words += (f"trainer.max_steps={STEPS}", "log.ckpt.every_n_train_steps=3", "trainer.limit_val_batches=1")
-    words += ("log.ckpt.keep_last=9",)
+    words += (f"data.index_mapping_dir={Path.cwd() / 'cache'}",)
     assert launch.launch(RunSpec(recipe="qwen25_tiny", name="run", overrides=words)) == 0
 
 
@@ -139,7 +139,7 @@ def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[in
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     blend = {key: value for key, value in _blend(sample).items() if key != "stages"}
-    sizes = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8}
+    sizes: dict[str, Any] = {"seq_length": 64, "micro_batch_size": 2, "global_batch_size": 8}
 
     def module(order: str, share: float, **kwargs: Any) -> Any:
         within = {"code": 1.0, "prose": 1.0}
