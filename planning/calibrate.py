@@ -64,7 +64,14 @@ def describe_kind(resolved: Resolved, hardware: Hardware) -> dict[str, Any]:
     levers = sorted(
         str(one) for one in resolved.overrides if one.path.startswith("speed.") or one.path in MEMORY_LEVERS
     )
-    names = ("seq_length", "micro_batch_size", "global_batch_size", "devices", "num_nodes", "tensor_parallel")
+    names: tuple[str, ...] = (
+        "seq_length",
+        "micro_batch_size",
+        "global_batch_size",
+        "devices",
+        "num_nodes",
+        "tensor_parallel",
+    )
     names += ("pipeline_parallel", "virtual_pipeline", "context_parallel", "sequence_parallel", "limit_val_batches")
     machine = {"host": host_name(), "device": hardware.card.name if hardware.card else describe_cpu()}
     return {

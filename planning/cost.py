@@ -16,8 +16,8 @@ from recipes.plan import Plan
 from recipes.resolve import Resolved
 
 FORWARD_SHARE = 3.0  # a validation only computes forward, a third of the operations of a training step
-_KEPT = ("seq_length", "micro_batch_size", "devices", "num_nodes", "tensor_parallel", "pipeline_parallel")
-_KEPT += ("virtual_pipeline", "context_parallel", "accelerator")
+_KEPT: tuple[str, ...] = ("seq_length", "micro_batch_size", "devices", "num_nodes", "tensor_parallel")
+_KEPT += ("pipeline_parallel", "virtual_pipeline", "context_parallel", "accelerator")
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ def estimate_cost(
     if calibration is not None:
         return _calibrated(plan, calibration)
     earlier = _earlier_run(resolved, hardware)
+    rate: float | None
     if earlier is not None and earlier.tokens_per_second:
         rate, source = earlier.tokens_per_second, f"measured on this {_device(plan)}: {earlier.folder}"
     else:
