@@ -96,8 +96,10 @@ class Drill:
 
     def continue_until(self, condition: Callable[[], bool]) -> None:
         """Wait; start the run again when its launcher has ended."""
-        end = time.monotonic() + LIMIT_S
+        end, step = time.monotonic() + LIMIT_S, self.run.last_step()
         while not (condition() or self.run.is_finished):
+            if self.run.last_step() > step:
+                end, step = time.monotonic() + LIMIT_S, self.run.last_step()
             if time.monotonic() > end:
                 raise TimeoutError(f"the run did not go on within {LIMIT_S:.0f} s:\n{self._describe()}")
             if self.run.exit_code() is not None and not self.run.is_finished:

@@ -70,7 +70,8 @@ def documents_of_samples(dataset: Any, num_samples: int) -> NDArray[Any]:
     for at in dataset.shuffle_index[:num_samples]:
         first, last = dataset.sample_index[at][0], dataset.sample_index[at + 1][0]
         parts.append(dataset.document_index[first : last + 1])
-    return numpy.unique(numpy.concatenate(parts)).astype(numpy.int64)
+    found: NDArray[Any] = numpy.unique(numpy.concatenate(parts)).astype(numpy.int64)
+    return found
 
 
 def documents_of_labels(dataset: Any, index: int) -> NDArray[Any]:

@@ -21,7 +21,7 @@ FAULTS = int(os.environ.get("FAULTS", "4"))
 def test_a_disturbed_run_ends_as_an_undisturbed_one(tmp_path: Path, ranks: int) -> None:
     options = argparse.Namespace(
         ranks=ranks,
-        steps=20 + 8 * FAULTS,
+        steps=20 + 4 * FAULTS,
         faults=FAULTS,
         minutes=60.0,
         seed=ranks,

@@ -80,7 +80,7 @@ def test_a_watched_domain_is_validated_and_never_trained_on(sample: Path, tmp_pa
     """It has no weight, changes nobody's share, needs validation tokens only, and keeps its role in blend.json."""
     copy = Path(shutil.copytree(sample / "code", tmp_path / "news"))
     _change(copy, split="train")
-    watched = {"name": "news", "folder": str(copy), "role": "watch"}
+    watched: dict[str, Any] = {"name": "news", "folder": str(copy), "role": "watch"}
     fields = _fields(sample)
     fields["domains"].insert(0, watched)
     for share, trained in ((None, {"code": 0.75, "prose": 0.25}), (0.0, {"code": 1.0})):

@@ -207,7 +207,8 @@ def _samples(folder: str, steps: int) -> int:
     data = PreparedDataModule(paths=folder, seq_length=64, micro_batch_size=1, global_batch_size=1)
     data.trainer = types.SimpleNamespace(global_step=0)
     data.build(steps, steps, 1, 1)
-    return int(data._train_ds.document_index.max())
+    train: Any = data._train_ds
+    return int(train.document_index.max())
 
 
 def test_a_corpus_prepared_again_is_read_anew(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from pathlib import Path
 
@@ -39,7 +40,9 @@ def test_the_paired_error_of_a_change_is_much_smaller() -> None:
     found = later.change_since(first)
     assert found is not None
     change, error = found
-    unpaired = numpy.hypot(first.standard_error(), later.standard_error())
+    errors = first.standard_error(), later.standard_error()
+    assert error and errors[0] and errors[1]
+    unpaired = math.hypot(errors[0], errors[1])
     assert change == pytest.approx(-0.05, abs=3 * error) and error < unpaired / 20
     assert change == pytest.approx(later.losses.sum() / later.tokens.sum() - first.losses.sum() / first.tokens.sum())
 

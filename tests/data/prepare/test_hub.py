@@ -152,7 +152,7 @@ def test_a_connection_that_is_lost_can_be_continued(
     def fetch(*args: Any) -> bytes:
         if any((tmp_path / "out/.partial/shards").glob("*.json")):  # after the first shard
             raise requests.ConnectionError("gone")
-        return real(*args)
+        return bytes(real(*args))
 
     hub.commits[FIRST] = {"data/train.jsonl": write_jsonl(tmp_path / "b.jsonl", make_texts(8_000)).read_bytes()}
     request = ask("hf://me/set", shard_bytes=1 << 18)
@@ -164,7 +164,12 @@ def test_a_connection_that_is_lost_can_be_continued(
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     seen: list[Any] = []
-    monkeypatch.setattr("data.prepare.prepare.run_shards", lambda todo, *_: seen.extend(todo) or _stop())
+
+    def stop(todo: Any, *_: Any) -> None:
+        seen.extend(todo)
+        _stop()
+
+    monkeypatch.setattr("data.prepare.prepare.run_shards", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare_corpus(request)
     assert done and seen and not {int(path.stem) for path in done} & set(seen)
