@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import time
@@ -14,7 +15,7 @@ from pathlib import Path
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
 from common.files import write_although_full
 from common.json_files import read_json_object
-from common.processes import is_alive
+from common.processes import describe_exit, is_alive
 from common.run_status import Heartbeat
 
 log = logging.getLogger("launch")
@@ -92,6 +93,7 @@ def wait_until_ended(logs: Path, limit_s: float = 600.0) -> None:
         time.sleep(0.5)
 
 
+_FULL_BYTES = 1 << 20  # with less, a rank could not write its log
 # what the error of a rank contains when it failed because another rank is gone
 _LOST_PEER = (
     "Connection closed by peer",
@@ -102,12 +104,13 @@ _LOST_PEER = (
 )
 
 
-def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None) -> int:
+def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, exit_code: int | None = None) -> int:
     """Log how a run ended whose ranks have all exited: the error of the first failed rank, then the others'.
 
     Args:
         logs: the folder of the attempt, with the ranks' states.
         starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
+        exit_code: the exit code of the only rank as subprocess gives it (a negative one is a signal), where it is known.
 
     Returns:
         the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.
@@ -122,13 +125,21 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None) ->
         return failure.exit_code
     if killed:
         log.error(
-            "rank %s ended without an error message: killed from outside (out of memory?) or crashed in a library\n%s",
+            "rank %s ended without an error message: %s\n%s",
             ", ".join(map(str, killed)),
+            _guess_why_killed(logs, exit_code),
             _read_last_lines(starter_log, logs / "console.log"),
         )
         _log_later_failures(known, None, logs)
         return EXIT_RUN
     return EXIT_INTERRUPTED if any(state.state == INTERRUPTED for state in known.values()) else 0
+
+
+def _guess_why_killed(logs: Path, exit_code: int | None) -> str:
+    full = f"; the disk of {logs} is full" if shutil.disk_usage(logs).free < _FULL_BYTES else ""
+    if exit_code is not None:
+        return describe_exit(exit_code) + full
+    return f"killed from outside (out of memory?) or crashed in a library{full}"
 
 
 def _log_later_failures(known: dict[int, RankState], first: int | None, logs: Path) -> None:

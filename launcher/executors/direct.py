@@ -44,4 +44,4 @@ def _train_in_child(job: Job) -> int:
         rank = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         with ForwardSignals(lambda count: rank.send_signal(signal.SIGINT if count < 3 else signal.SIGKILL)):
             rank.wait()
-    return rank_states.log_outcome(job.logs, 1, own)
+    return rank_states.log_outcome(job.logs, 1, own, rank.returncode)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import socket
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common import run_status
+from common import rank_states, run_status
 from common.files import write_atomic
 from common.json_files import read_json_lines, read_json_object
 from common.rank_states import RankState, read
@@ -101,3 +103,14 @@ def test_rank_files_of_other_versions(tmp_path: Path) -> None:
     (tmp_path / "rank-0.json").write_text('{"rank": 0, "state": "done", "new": 1}')
     (tmp_path / "rank-2.json").write_text('{"rank": 2, "st')
     assert [(state.rank, state.step) for state in read(tmp_path)] == [(0, 0), (1, 7)]
+
+
+@pytest.mark.parametrize(("exit_code", "free"), [(-7, 0), (None, 1 << 30)])
+def test_a_rank_without_an_error_is_explained_by_what_is_known(
+    exit_code: int | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk in memory ends a process with SIGBUS: "killed from outside (out of memory?)" sent people astray."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    assert rank_states.log_outcome(tmp_path, 1, exit_code=exit_code) == 1
+    assert ("SIGBUS" in caplog.text and "is full" in caplog.text) == (exit_code == -7)
+    assert ("killed from outside" in caplog.text) == (exit_code is None)
