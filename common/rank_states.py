@@ -110,7 +110,7 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, ex
     Args:
         logs: the folder of the attempt, with the ranks' states.
         starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
-        exit_code: the exit code of the only rank as subprocess gives it (a negative one is a signal), where it is known.
+        exit_code: the exit code of the only rank, where it is known; a negative one is a signal (as subprocess says it).
 
     Returns:
         the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.
