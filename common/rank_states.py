@@ -110,7 +110,7 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, ex
     Args:
         logs: the folder of the attempt, with the ranks' states.
         starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
-        exit_code: the exit code of the only rank, where it is known; a negative one is a signal (as subprocess says it).
+        exit_code: the exit code of the only rank where it is known, as subprocess gives it: a signal is negative.
 
     Returns:
         the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.
