@@ -61,6 +61,11 @@ def test_reproducible_and_resumable(
         check_mlflow(tmp_path / "resumed/runs", points)
 
 
+def test_mlflow_takes_part_in_the_comparison() -> None:
+    """Where it is absent the test above compares W&B only: this line of the summary says so."""
+    pytest.importorskip("mlflow", reason="no MLflow: PYTHONPATH of a folder made from tests/mlflow.txt (.ci/run)")
+
+
 def _continue_from(words: list[str]) -> list[dict[str, Any]]:
     import launch
 
