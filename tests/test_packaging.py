@@ -21,7 +21,15 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "nemo", "nemo_run", "megatron", "lightning", "transformers", "fiddle", "triton")
 # what runs where torch is: these rooms and modules may import it at their top
-WITH_TORCH = ("bench", "convert", "data.module", "doctor.transport_rank", "recipes.build", "training")
+WITH_TORCH = (
+    "bench",
+    "convert",
+    "data.module",
+    "data.ordered_dataset",
+    "doctor.transport_rank",
+    "recipes.build",
+    "training",
+)
 IMPORT_ALL = """
 import importlib, json, sys
 

@@ -25,7 +25,7 @@ class Point:
     Args:
         step: optimizer steps completed.
         time: unix seconds.
-        numbers: by name, `train/loss` or `val/DOMAIN/loss`; the values are those of the file.
+        numbers: by name, `train/loss`, `val/DOMAIN/loss` or `evaluation/TASK/...`; the values are those of the file.
     """
 
     step: int
@@ -56,9 +56,9 @@ def _to_point(line: bytes) -> Point | None:
     rest = {name: value for name, value in row.items() if name not in ("step", "time")}
     if "validation" in rest:
         found = dict(_numbers(rest.pop("validation"), "val"))
-        found |= {name.replace("val_", "val/", 1): value for name, value in _numbers(rest, "")}
+        found |= {f"val/{name.removeprefix('val_')}": value for name, value in _numbers(rest, "")}
     else:
-        found = dict(_numbers(rest, "train"))
+        found = dict(_numbers(rest, "" if "evaluation" in rest else "train"))
     return Point(row["step"], float(row.get("time") or 0.0), found)
 
 

@@ -99,7 +99,7 @@ def _train_slowly(sample: Path) -> tuple[list[int], list[str]]:
 def test_one_save_at_a_time_and_whole_before_complete(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
     pending, written = forked(_train_slowly, sample)
     assert pending == [0, 0, 0]  # the save before was waited for
-    assert written == 3 * ["command.txt", "config.yaml", "env.json", "files.json", "version.txt"]
+    assert written == 3 * ["command.txt", "config.yaml", "env.json", "files.json", "ledger.json", "version.txt"]
     log = (tmp_path / "runs/run/logs/attempt-1/rank-0.log").read_text()
     assert log.count("is still being written; waiting") == 2
 

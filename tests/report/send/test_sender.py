@@ -24,7 +24,13 @@ from report.send.service import Sent
 from report.send.wandb_service import has_key
 
 TRAIN = {"step": 2, "loss": 1.25, "grad_norm": None, "consumed_tokens": {"pro:se": 7}, "note": "text", "time": 5.5}
-VALIDATION = {"step": 2, "time": 6.0, "val_loss": 1.5, "validation": {"prose": {"loss": 1.5, "tokens": 9}}}
+VALIDATION = {
+    "step": 2,
+    "time": 6.0,
+    "val_loss": 1.5,
+    "seconds": 0.5,
+    "validation": {"prose": {"loss": 1.5, "tokens": 9}},
+}
 
 
 class Recorder:
@@ -93,10 +99,13 @@ def test_a_line_is_sent_as_it_is_written(run: RunDir) -> None:
     run.metrics.write_text(f"{json.dumps(TRAIN)}\n{json.dumps(VALIDATION)}\nbroken\n" + '{"step": 3, "lo')
     points, offset = read_new_points(run.metrics, 0)
     assert points[0] == Point(2, 5.5, {"train/loss": 1.25, "train/consumed_tokens/pro_se": 7})
-    assert points[1] == Point(2, 6.0, {"val/loss": 1.5, "val/prose/loss": 1.5, "val/prose/tokens": 9})
+    assert points[1] == Point(
+        2, 6.0, {"val/loss": 1.5, "val/seconds": 0.5, "val/prose/loss": 1.5, "val/prose/tokens": 9}
+    )
     with run.metrics.open("a") as file:
-        file.write('ss": NaN}\n')
+        file.write('ss": NaN}\n{"step": 4, "evaluation": {"cloze/acc": 0.5}}\n')
     later, end = read_new_points(run.metrics, offset)
+    assert later[1].numbers == {"evaluation/cloze/acc": 0.5}
     assert str(later[0].numbers) == "{'train/loss': nan}" and end == run.metrics.stat().st_size
     assert read_new_points(run.path / "absent", 0) == ([], 0)
 
