@@ -135,8 +135,15 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, ex
     return EXIT_INTERRUPTED if any(state.state == INTERRUPTED for state in known.values()) else 0
 
 
+def _is_full(folder: Path) -> bool:
+    try:
+        return shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:  # there is no such folder: the ranks did not come that far
+        return False
+
+
 def _guess_why_killed(logs: Path, exit_code: int | None) -> str:
-    full = f"; the disk of {logs} is full" if shutil.disk_usage(logs).free < _FULL_BYTES else ""
+    full = f"; the disk of {logs} is full" if _is_full(logs) else ""
     if exit_code is not None:
         return describe_exit(exit_code) + full
     return f"killed from outside (out of memory?) or crashed in a library{full}"

@@ -114,3 +114,5 @@ def test_a_rank_without_an_error_is_explained_by_what_is_known(
     assert rank_states.log_outcome(tmp_path, 1, exit_code=exit_code) == 1
     assert ("SIGBUS" in caplog.text and "is full" in caplog.text) == (exit_code == -7)
     assert ("killed from outside" in caplog.text) == (exit_code is None)
+    monkeypatch.undo()
+    assert rank_states.log_outcome(tmp_path / "never made", 1) == 1
