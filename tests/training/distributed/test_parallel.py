@@ -114,7 +114,8 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     rest = first.stderr.read()
     assert first.wait() == 1, seen + rest
     assert "rank 1 ended without an error message" in rest
-    assert rest.index("rank 1 ended") < rest.index("rank 0 failed later:")
+    if "rank 0 failed later:" in rest:  # on a busy machine torchrun ends rank 0 before it misses rank 1
+        assert rest.index("rank 1 ended") < rest.index("rank 0 failed later:")
     for path in RunDir("dp", folder / "runs").complete_checkpoints():
         if path.name != "step-5":  # how far it came before the kill is a matter of luck
             shutil.rmtree(path)
