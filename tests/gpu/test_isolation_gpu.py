@@ -107,6 +107,7 @@ def test_another_document_changes_no_bit(one_rank: None) -> None:
 def test_one_graph_reads_the_borders_of_each_batch(one_rank: None) -> None:
     """Attention captured with one batch's borders and replayed with another's gives what it gives without a graph."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.enums import AttnMaskType
 
     attention, parts = _attention(TEDotProductAttention), _tensors(SEQ * len(LENGTHS), torch.bfloat16)
@@ -119,6 +120,8 @@ def test_one_graph_reads_the_borders_of_each_batch(one_rank: None) -> None:
 
     expected = [attend(packed).clone() for packed in (first, second)]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    for state in get_cuda_rng_tracker().get_states().values():  # the attention draws from them
+        graph.register_generator_state(state)
     with torch.cuda.graph(graph, stream=stream):
         out = attend(first)
     for packed, wanted in zip((first.cu_seqlens_q.clone(), second.cu_seqlens_q), expected, strict=True):
