@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 import torch
 
 from bench.throughput import build_recipe, recipe_parser, train_and_time, wait_for_turn
-from data.module import DOCUMENT_STARTS
+from data.datasets import DOCUMENT_STARTS
 from training.validation import load_samples, mean_loss
 
 MEASURED: dict[str, float] = {}

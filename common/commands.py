@@ -1,4 +1,4 @@
-"""Commands as the user can paste them: with this interpreter, quoted for a POSIX shell."""
+"""Commands of this project: as the user can paste them, and what a process needs to import its modules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+from common.version import ROOT
 
 
 def launch_command(*words: str) -> str:
     """`python launch.py WORDS...`, with the interpreter that runs this process."""
     return shlex.join([_interpreter(), "launch.py", *words])
+
+
+def python_path(environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONPATH of a process that imports this project: the checkout, and then what `environ` has."""
+    return os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
 
 
 def _interpreter() -> str:

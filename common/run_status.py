@@ -82,6 +82,7 @@ class RunStatus:
         started, updated: start of the attempt; last write.
         step, max_steps: optimizer steps done, and in all.
         step_time: when the last step ended on rank 0; 0 before the first one.
+        ends_by: when trainer.max_time ends the training (unix seconds); None without it.
         loss, lr, step_seconds, tokens_per_second: of the newest line of metrics.jsonl.
         checkpoint, checkpoint_time: the newest complete checkpoint (its folder's name) and when it was written.
         ranks: one heartbeat per rank.
@@ -99,6 +100,7 @@ class RunStatus:
     step: int = 0
     max_steps: int = 0
     step_time: float = 0.0
+    ends_by: float | None = None
     loss: float | None = None
     lr: float | None = None
     step_seconds: float | None = None
@@ -110,10 +112,14 @@ class RunStatus:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the last step at the present rate; None before a rate is known and after the end."""
+        """Seconds until the last step at the present rate, or until `trainer.max_time` is over if that comes first.
+
+        None before a rate is known and after the end.
+        """
         if self.step_seconds is None or self.phase in ENDED:
             return None
-        return max(0, self.max_steps - self.step) * self.step_seconds
+        steps_s = max(0, self.max_steps - self.step) * self.step_seconds
+        return steps_s if self.ends_by is None else min(steps_s, max(0.0, self.ends_by - self.updated))
 
     def state(self, now: float) -> str:
         """The phase, or `silent` if nothing has been written for a minute although the run has not ended.

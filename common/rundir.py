@@ -120,6 +120,11 @@ class RunDir:
             if not _marker(folder).exists() and (folder / "weights" / "metadata.json").is_file()
         ]
 
+    def newest_step(self) -> int:
+        """The step of the newest complete checkpoint, which the next attempt continues from; 0 without one."""
+        complete = self.complete_checkpoints()
+        return checkpoint_step(complete[-1]) if complete else 0
+
     def set_aside_unfinished(self) -> list[Path]:
         """Rename checkpoints whose writing was cut off, so that they stand in nobody's way; keep the newest of them.
 

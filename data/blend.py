@@ -15,10 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import UserError, unknown_name
 from common.small_files import parse_yaml, read_small_file
-from data.blend_math import Role
+from data.blend_math import EPOCHS_CAP, Role
 from data.stages import Stage, check_stages, stage_names
-
-EPOCHS_CAP = 4.0  # Muennighoff et al. 2023, arXiv 2305.16264: up to 4 epochs are about as good as new text
 
 
 class Domain(BaseModel):

@@ -15,6 +15,7 @@ from typing import Literal
 
 from data.manifest import SPLITS
 
+EPOCHS_CAP = 4.0  # Muennighoff et al. 2023, arXiv 2305.16264: up to 4 epochs are about as good as new text
 Role = Literal["new", "replay", "watch"]  # a watched domain is validated and never trained on
 
 

@@ -4,15 +4,13 @@
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy
 import torch
-from megatron.core.datasets import blended_megatron_dataset_builder
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -23,105 +21,25 @@ from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
 from data.continue_ledger import make_corpora, make_ledger, with_layouts
+from data.datasets import (
+    DOCUMENT_STARTS,
+    WholeMaskGPTDataset,
+    check_blended_indices,
+    current_rank,
+    isolating_class,
+)
 from data.ledger import Corpus, Ledger, stage_entries
 from data.manifest import SPLITS, load_manifest
 from data.ordered_dataset import OrderedDataset
 from data.resolve_blend import domain_folders, load_run_blend, resolve_run_blend
-from data.sample_index import ROWS, check_blend, check_indices, replace_if_wrong
+from data.sample_index import ROWS
 
 log = logging.getLogger("launch")
 
-DOCUMENT_STARTS = "document_starts"  # of a sample, with data.isolate_documents
 CU_SEQLENS = "cu_seqlens"  # of a micro batch whose documents are isolated: what Transformer Engine calls their borders
 _TOGETHER = "attend to each other, as in Qwen's pretraining (data.isolate_documents=False)"
 _ISOLATED = "are isolated: each attends only to itself, from position 0 (data.isolate_documents=True)"
 _LEAST_DOCUMENTS = 32  # cuDNN's attention gets at least as many, and powers of two above (Transformer Engine 2.12)
-
-
-class WholeMaskGPTDataset(GPTDataset):
-    """GPTDataset whose end-of-document tokens stay in the loss.
-
-    Megatron-Core 0.12 to 0.14 treats every `label == tokenizer.pad` as padding: it zeroes the cached loss mask in
-    place, so that all later samples are masked there too, and rewrites the tokens to id 0. With Qwen's tokenizers the
-    padding token is the end-of-document token. Prepared corpora contain no padding, so the padding id is set to -1,
-    which no token has. Upstream: Megatron-LM issues 1269 and 1711, fixed in 0.15. Test: tests/training/test_gates.py,
-    which fails on the stock class.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pad_token_id = -1
-
-    def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
-        """Read the cached sample indices, or build them; rank 0 checks them first, and builds wrong ones again.
-
-        The other ranks read them after that, which Megatron's builder sees to with a barrier.
-        """
-        build: Callable[[], tuple[Any, ...]] = super()._build_document_sample_shuffle_indices
-        if _rank() > 0:
-            return build()
-
-        def check(documents: Any, samples: Any, order: Any) -> str:
-            split = {"corpus": self.indices, "lengths": self.dataset.sequence_lengths}
-            return check_indices(documents, samples, order, **split, seq_length=self.config.sequence_length)
-
-        return _read_checked(self, build, check)
-
-
-class IsolatedGPTDataset(WholeMaskGPTDataset):
-    """WholeMaskGPTDataset whose samples say where their documents start, for `data.isolate_documents`."""
-
-    def __getitem__(self, index: Any) -> dict[str, torch.Tensor]:
-        """As GPTDataset's, and document_starts: bool[seq]; position_ids start at 0 there."""
-        sample: dict[str, torch.Tensor] = super().__getitem__(index)
-        return {**sample, DOCUMENT_STARTS: sample["position_ids"] == 0}
-
-
-class CheckedBlend(BlendedDataset):
-    """BlendedDataset whose cached indices are checked before they are used, as those of WholeMaskGPTDataset are."""
-
-    def _build_indices(self) -> tuple[Any, ...]:
-        build: Callable[[], tuple[Any, ...]] = super()._build_indices
-        if _rank() > 0:
-            return build()
-
-        def check(datasets: Any, samples: Any) -> str:
-            return check_blend(datasets, samples, len(self.datasets))
-
-        return _read_checked(self, build, check)
-
-
-def check_blended_indices() -> None:
-    """Let Megatron's builder, which has no option for it, blend with `CheckedBlend`."""
-    blended_megatron_dataset_builder.BlendedDataset = CheckedBlend
-
-
-def _read_checked(dataset: Any, build: Callable[[], tuple[Any, ...]], check: Callable[..., str]) -> tuple[Any, ...]:
-    """`replace_if_wrong` for a Megatron dataset, whose cache files begin with the hash of its description."""
-    cache = dataset.config.path_to_cache
-    pattern = f"{dataset.unique_description_hash}-*_index.npy"
-    arrays, deleted = replace_if_wrong(lambda: sorted(Path(cache).glob(pattern)) if cache else [], build, check)
-    for path, problem in deleted.items():
-        log.warning("data: the sample index %s was damaged and is built again: %s", path, problem)
-    return arrays
-
-
-def _isolating(dataset_cls: type[GPTDataset]) -> type[GPTDataset]:
-    """The dataset class for `data.isolate_documents`."""
-    if dataset_cls is WholeMaskGPTDataset:
-        return IsolatedGPTDataset
-    if not issubclass(dataset_cls, IsolatedGPTDataset):
-        raise UserError(
-            "this dataset class does not say where documents start",
-            expected="data.module.IsolatedGPTDataset, or a class that extends it, with data.isolate_documents=True",
-            found=f"data.dataset_cls={dataset_cls.__module__}.{dataset_cls.__qualname__}",
-            do="leave data.dataset_cls out of the recipe, or data.isolate_documents=False",
-        )
-    return dataset_cls
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 @dataclass(frozen=True)
@@ -244,7 +162,7 @@ class PreparedDataModule(PreTrainingDataModule):
         self.isolate_documents = isolate_documents
         if isolate_documents:
             reset_position_ids, reset_attention_mask, eod_mask_loss = True, False, True
-            dataset_cls = _isolating(dataset_cls)
+            dataset_cls = isolating_class(dataset_cls)
         if self.domains:
             first = Path(next(iter(corpora.folders.values())))
             tokenizer = tokenizer or AutoTokenizer(str(first / "tokenizer"), use_fast=True)
@@ -309,7 +227,7 @@ class PreparedDataModule(PreTrainingDataModule):
     ) -> None:
         """Build the training samples. Lightning's validation and test get one sample each: see `validation_sets`."""
         check_blended_indices()
-        if _rank() == 0:
+        if current_rank() == 0:
             log.info("data: the documents in a sequence %s", _ISOLATED if self.isolate_documents else _TOGETHER)
         if self.ledger is not None and self.ledger.order == "ledger":
             self._train_ds = OrderedDataset(

@@ -78,13 +78,25 @@ class ResolvedStages:
         """The shares change during the run."""
         return len(self.stages) > 1
 
-    def to_json(self) -> str:
-        """The content of runs/NAME/blend.json: that of a blend, and its stages."""
+    def to_json(self, changed_at_step: int | None = None) -> str:
+        """The content of runs/NAME/blend.json: that of a blend, and its stages.
+
+        Args:
+            changed_at_step: the step of `--change-blend`. The planned tokens are then not those of the run, but those
+                that this blend would have over all its steps; ledger.json has what was read of each blend.
+        """
         rows = [
             {**stage.config(), "end": stage.end, "until": stage.until, "tokens_planned": stage.tokens}
             for stage in self.stages
         ]
-        return json.dumps({**json.loads(self.blend.to_json()), "stages": rows}, indent=2, ensure_ascii=False) + "\n"
+        content = {**json.loads(self.blend.to_json()), "stages": rows}
+        if changed_at_step is not None:
+            content |= {
+                "changed_at_step": changed_at_step,
+                "planned": f"as if this blend had been read from step 0 on and not from step {changed_at_step};"
+                " ledger.json has what was read",
+            }
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     def table(self) -> list[str]:
         """Printable lines: the blend over the whole run, then a line per stage and domain that it reads."""

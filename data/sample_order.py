@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _CHUNK = 4096  # places of a permutation that are computed at once
 _ROUNDS = 6
-_MASK = (1 << 64) - 1
 
 
 def count_in_order(weights: Sequence[float], n: int) -> list[int]:
@@ -148,26 +147,19 @@ def _feistel(values: Array, bits: int, key: int) -> Array:
 
     left_bits, right_bits = bits // 2, bits - bits // 2
     left, right = values >> np.uint64(right_bits), values & np.uint64((1 << right_bits) - 1)
-    for number in range(_ROUNDS):
-        mixed = _mix((right + np.uint64(_scramble(key + number))) & np.uint64(_MASK))
+    keys = _mix(np.arange(_ROUNDS, dtype=np.uint64) + np.uint64(key) + np.uint64(0x9E3779B97F4A7C15))
+    for round_key in keys:
+        mixed = _mix(right + round_key)
         left, right = right, left ^ (mixed & np.uint64((1 << left_bits) - 1))
         left_bits, right_bits = right_bits, left_bits
     return (left << np.uint64(right_bits)) | right
 
 
 def _mix(value: Array) -> Array:
-    """SplitMix64's finalizer on uint64[n], whose products wrap around."""
+    """SplitMix64's finalizer on uint64[n], whose sums and products wrap around."""
     import numpy as np
 
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Array = value ^ (value >> np.uint64(31))
     return mixed
-
-
-def _scramble(value: int) -> int:
-    """The same for one number."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

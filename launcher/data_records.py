@@ -11,6 +11,8 @@ from common.files import write_atomic
 from common.rundir import RunDir
 from data.manifest import FILE_NAME
 from data.resolve_blend import domain_folders
+from data.resolve_stages import ResolvedStages
+from launcher.stages import find_blend_change
 from recipes.plan import Plan
 from recipes.stages import resolve_plan_stages
 
@@ -34,15 +36,21 @@ def manifests(partial: run.Partial) -> dict[str, dict[str, object]]:
     return {str(folder): json.loads((folder / FILE_NAME).read_text()) for folder in found}
 
 
-def log_blend(plan: Plan) -> None:
+def log_blend(plan: Plan) -> ResolvedStages | None:
     """Log what the blend and its stages come to over the whole run.
+
+    Returns:
+        the same as values; None for a run without a blend.
 
     Raises:
         ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
     """
-    if plan.blend is not None:
-        for line in resolve_plan_stages(plan).table():
-            log.info("blend: %s", line)
+    if plan.blend is None:
+        return None
+    resolved = resolve_plan_stages(plan)
+    for line in resolved.table():
+        log.info("blend: %s", line)
+    return resolved
 
 
 def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
@@ -54,9 +62,8 @@ def write(partial: run.Partial, plan: Plan, folder: RunDir) -> None:
     Raises:
         ProjectError: the blend cannot be read, or a corpus that it names is not prepared.
     """
-    if plan.blend is not None:
-        log_blend(plan)
-        write_atomic(folder.blend, resolve_plan_stages(plan).to_json())
+    if (resolved := log_blend(plan)) is not None:
+        write_atomic(folder.blend, resolved.to_json(changed_at_step=find_blend_change(partial)))
     rows = {
         name: {**manifest, "absolute_path": str(Path(name).absolute())} for name, manifest in manifests(partial).items()
     }

@@ -27,7 +27,7 @@ from launcher.load_cluster import load_cluster, with_layers
 from launcher.outcome import ExplainFailure, record_complete, submit_and_record
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
-from launcher.preflight.room import Card
+from launcher.preflight.room import RankGpu
 from launcher.resume import newest_good_checkpoint
 from launcher.retries import Retries
 from launcher.stages import check_change_blend
@@ -103,8 +103,8 @@ def _launch(
     resolved = resolved.with_spec(name=folder.name, attempt=before + 1)
     if not is_retry:
         _log_run(resolved, folder, settings)
-    card = None if gpus is None else Card(gpus.gib, batch_size.implementation(resolved, gpus))
-    findings = _preflight(resolved.plan, folder, resolved.spec, cluster, card)
+    gpu = None if gpus is None else RankGpu(gpus.gib, batch_size.implementation(resolved, gpus))
+    findings = _preflight(resolved.plan, folder, resolved.spec, cluster, gpu)
     fit_to_start = not findings
     if findings and (not spec.dryrun or any(finding.in_numbers for finding in findings)):
         return EXIT_PREFLIGHT
@@ -115,7 +115,7 @@ def _launch(
         for line in () if is_retry else built.lines:
             log.info("%s", line)
         changed = built.plan != resolved.plan  # by the body of the recipe's function
-        fit_to_start = fit_to_start and not (changed and _preflight(built.plan, folder, resolved.spec, cluster, card))
+        fit_to_start = fit_to_start and not (changed and _preflight(built.plan, folder, resolved.spec, cluster, gpu))
         if not fit_to_start and not spec.dryrun:
             return EXIT_PREFLIGHT
         text = _write(resolved.spec, built, folder, settings, cluster)
@@ -288,10 +288,12 @@ def _check_learning_rate(partial: run.Partial, folder: RunDir | None) -> None:
         plot(curve, partial.trainer.max_steps, folder.path / "lr.png")
 
 
-def _preflight(plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None, card: Card | None) -> list[Finding]:
+def _preflight(
+    plan: Plan, folder: RunDir, spec: RunSpec, cluster: Cluster | None, gpu: RankGpu | None
+) -> list[Finding]:
     """The errors that can be found on this machine; the ranks check the rest where they run."""
     data = executor_table.shares_files(spec.executor, cluster)
-    found = preflight.check(plan, folder, machine=not spec.elsewhere, data=data, card=card)
+    found = preflight.check(plan, folder, machine=not spec.elsewhere, data=data, gpu=gpu)
     return [finding for finding in found if finding.fatal]
 
 

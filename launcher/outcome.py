@@ -31,7 +31,8 @@ def submit_and_record(submit: Callable[[Job], int], job: Job, explain_failure: E
         return submit(job)
     spec, plan = job.resolved.spec, job.resolved.plan
     start = RunStatus(executor=spec.executor or "", attempt=spec.attempt, world_size=job.world_size)
-    dataclasses.replace(start, max_steps=plan.max_steps).write(job.folder.status)
+    start = dataclasses.replace(start, step=job.folder.newest_step(), max_steps=plan.max_steps)
+    start.write(job.folder.status)
     try:
         code = submit(job)
     except KeyboardInterrupt:

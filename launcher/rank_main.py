@@ -79,7 +79,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
             write_atomic(folder.config, build.to_yaml(built.partial))
             if not trains_here or spec.dryrun:  # a dry run that was started by hand afterwards
                 data_records.write(built.partial, built.plan, folder)
-        if where.rank == 0:  # it ends after the rank's last state is recorded
+            # it ends after the rank's last state is recorded
             after.enter_context(sending(folder, built.plan.loggers, spec.attempt))
         return _run_training(built, folder, spec, where)
 
@@ -101,11 +101,11 @@ def _fit_batch(resolved: Resolved, folder: RunDir, where: RankInfo) -> Resolved:
 def _check(resolved: Resolved, folder: RunDir) -> None:
     """Preflight on the machine that trains, where the launcher could not look."""
     from launcher.preflight import check as preflight
-    from launcher.preflight.room import Card
+    from launcher.preflight.room import RankGpu
 
     gpus = batch_size.gpus_of_this_machine(resolved.plan)
-    card = None if gpus is None else Card(gpus.gib, batch_size.implementation(resolved, gpus))
-    if fatal := [f.problem.what for f in preflight.check(resolved.plan, folder, card=card) if f.fatal]:
+    gpu = None if gpus is None else RankGpu(gpus.gib, batch_size.implementation(resolved, gpus))
+    if fatal := [f.problem.what for f in preflight.check(resolved.plan, folder, gpu=gpu) if f.fatal]:
         raise PreflightError("preflight on the machine that trains: " + "; ".join(fatal))
 
 
@@ -217,6 +217,7 @@ def _recorded(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[N
         executor=spec.executor or "",
         attempt=spec.attempt,
         world_size=where.world_size,
+        step=folder.newest_step(),
         max_steps=resolved.plan.max_steps,
     )
     heartbeat.start(folder, where.rank, status)

@@ -16,15 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from common.commands import launch_command
+from common.commands import launch_command, python_path
 from common.environment.merge import USER
 from common.loggers import TITLES, WANDB, install_command, is_installed, parse_loggers
 from common.rundir import RUNS, RunDir
 
 END_S, AFTER_FAILURE_S = 60.0, 10.0  # that rank 0 waits for them after the training; after a failure others wait for it
-ROOT = Path(__file__).resolve().parents[1]
 log = logging.getLogger("launch")
 
 
@@ -79,7 +77,7 @@ def environment_of_senders(environ: Mapping[str, str], rows: list[dict[str, str]
     own = next((row for row in rows if row["key"] == "WANDB_MODE"), None)
     if own is not None and own["source"] != USER and found.get("WANDB_MODE") == own["value"]:
         del found["WANDB_MODE"]
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
+    found["PYTHONPATH"] = python_path(found)
     found["CUDA_VISIBLE_DEVICES"] = ""
     return found
 

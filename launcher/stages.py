@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
-from data.continue_ledger import OPTION, make_corpora, resume_ledger
+from data.continue_ledger import OPTION, find_difference, make_corpora, resume_ledger
 from data.ledger import FILE_NAME, Ledger, read_ledger, stage_entries
 from data.manifest import FILE_NAME as MANIFEST
 from data.resolve_blend import domain_folders, load_run_blend
@@ -60,6 +60,21 @@ def set_stages(
 def in_ledger_order(partial: run.Partial) -> bool:
     """Whether the run reads its samples in the order of its ledger, which does not depend on the run's length."""
     return any(row["order"] == "ledger" for row in getattr(partial.data, "stages", None) or ())
+
+
+def find_blend_change(partial: run.Partial) -> int | None:
+    """The step from which the run reads another blend than it read before it; None if its blend never changed.
+
+    Args:
+        partial: after `set_stages`.
+    """
+    saved = getattr(partial.data, "ledger", None)
+    if saved is None:
+        return None
+    before = read_ledger(Path(saved))
+    if find_difference(before, stage_entries(partial.data.stages)) is not None:
+        return before.step
+    return max((stage.first for stage in before.stages if stage.change), default=None)
 
 
 def _stage_rows(plan: Plan) -> list[dict[str, Any]] | None:

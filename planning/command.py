@@ -19,8 +19,9 @@ def show_plan(request: PlanRequest) -> int:
     Returns:
         the exit code: 0, or 3 if the run would be refused.
     """
+    from planning.json_row import to_row
     from planning.page import format_plan
-    from planning.plan import make_plan, to_row
+    from planning.plan import make_plan
 
     found = make_plan(request)
     if request.picture is not None:

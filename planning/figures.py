@@ -128,7 +128,13 @@ def nearest_rate(plan: Plan, path: str, card: Card | None) -> Measured:
     """
     rows = [row for row in measured_rates() if row.path == path]
     if not rows:
-        raise UserError(f"no throughput of the path {path} was measured", expected="a row in " + str(FILE))
+        measured = sorted({row.path for row in measured_rates()})
+        raise UserError(
+            f"no throughput of the path {path} was measured",
+            expected=f"a row with this path in {FILE}",
+            found=f"rows of {', '.join(measured)}",
+            do="--calibrate on the machine that trains, which measures 20 steps",
+        )
     wanted = flops_per_token(plan.shape, plan.seq_length)
 
     def distance(row: Measured) -> tuple[float, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from common.errors import ProjectError, UserError
 from common.rundir import RunDir
@@ -18,8 +17,7 @@ from launcher.executors.on_cluster import check_size
 from launcher.load_cluster import load_cluster
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
-from launcher.preflight.room import Card as Room
-from launcher.preflight.room import advise_room
+from launcher.preflight.room import RankGpu, advise_room
 from planning.calibrate import Calibration, calibrate, read_calibration
 from planning.cost import Cost, estimate_cost, implementation_of
 from planning.hardware import Hardware, find_hardware
@@ -30,6 +28,7 @@ from recipes.resolve import Resolved, resolve
 from recipes.stages import resolve_plan_stages
 
 if TYPE_CHECKING:
+    from launcher.cluster_file import Cluster
     from planning.request import PlanRequest
 
 WHOLE_RUN = "whole run"  # the one stage of a blend that does not change
@@ -121,7 +120,7 @@ def make_plan(request: PlanRequest) -> RunPlan:
     changed = tuple(map(str, fitted.overrides[len(resolved.overrides) :]))
     calibration = _calibration(resolved, fitted, hardware, request)
     domains, problem, validation_tokens = _domains(fitted.plan)
-    room = _room(fitted, hardware)
+    gpu = _rank_gpu(fitted, hardware)
     parent = next(
         p for p in (Path(fitted.spec.runs).absolute(), *Path(fitted.spec.runs).absolute().parents) if p.exists()
     )
@@ -132,19 +131,19 @@ def make_plan(request: PlanRequest) -> RunPlan:
         changed=changed,
         domains=domains,
         data_problem=problem,
-        peak=memory.estimate(fitted.plan, room.path) if room else None,
+        peak=memory.estimate(fitted.plan, gpu.path) if gpu else None,
         measured_memory_gib=calibration.memory_gib if calibration else None,
-        most_micro_batch=memory.largest_that_fits(fitted.plan, room.gib, room.path) if room else None,
-        room_advice=advise_room(fitted.plan, room) if room else "",
+        most_micro_batch=memory.largest_that_fits(fitted.plan, gpu.gib, gpu.path) if gpu else None,
+        room_advice=advise_room(fitted.plan, gpu) if gpu else "",
         free_disk=shutil.disk_usage(parent).free,
         cost=estimate_cost(fitted, hardware, calibration, validation_tokens),
-        problems=tuple(preflight.find(fitted.plan, RunDir("plan", parent), machine=False, data=False, card=room)),
+        problems=tuple(preflight.find(fitted.plan, RunDir("plan", parent), machine=False, data=False, gpu=gpu)),
         warnings=tuple(advise(_facts(fitted, domains))),
         schedule_warnings=tuple(fitted.plan.learning_rate().warnings(fitted.plan.max_steps)),
     )
 
 
-def _executor(resolved: Resolved) -> tuple[str, Any]:
+def _executor(resolved: Resolved) -> tuple[str, Cluster | None]:
     """The executor that `train` would take ("" where several nodes need one to be named), and its cluster file."""
     plan = resolved.plan
     usual = "direct" if plan.world_size == 1 else "local" if plan.num_nodes == 1 else ""
@@ -160,10 +159,10 @@ def _fit(resolved: Resolved, hardware: Hardware) -> Resolved:
     return batch_size.fit(resolved, RunDir("plan"), gpus)
 
 
-def _room(resolved: Resolved, hardware: Hardware) -> Room | None:
+def _rank_gpu(resolved: Resolved, hardware: Hardware) -> RankGpu | None:
     if hardware.card is None:
         return None
-    return Room(hardware.card.memory_gib, implementation_of(resolved, hardware))
+    return RankGpu(hardware.card.memory_gib, implementation_of(resolved, hardware))
 
 
 def _calibration(resolved: Resolved, fitted: Resolved, hardware: Hardware, request: PlanRequest) -> Calibration | None:
@@ -254,65 +253,3 @@ def _facts(resolved: Resolved, domains: tuple[DomainTokens, ...]) -> Facts:
         max_lr=plan.max_lr,
         tried_lr=highest_rate(None, plan.base, Path(resolved.spec.runs)) if plan.base else None,
     )
-
-
-def to_row(found: RunPlan) -> dict[str, Any]:
-    """Plain values for other programs."""
-    plan, cost, peak = found.plan, found.cost, found.peak
-    schedule = plan.learning_rate()
-    every = max(1, plan.max_steps // 200)
-    return {
-        "recipe": found.resolved.spec.recipe,
-        "executor": found.executor or None,
-        "overrides": list(found.resolved.spec.overrides),
-        "chosen_for_the_gpu": list(found.changed),
-        "parameters": {"total": plan.shape.num_parameters, **plan.shape.parameters_by_part},
-        "ranks": {"nodes": plan.num_nodes, "devices": plan.devices, "data_parallel": plan.data_parallel},
-        "batch": {
-            "tokens_per_step": plan.tokens_per_step,
-            "global_batch_size": plan.global_batch_size,
-            "micro_batch_size": plan.micro_batch_size,
-            "accumulated": plan.num_micro_batches,
-            "seq_length": plan.seq_length,
-        },
-        "steps": plan.max_steps,
-        "tokens": plan.max_steps * plan.tokens_per_step,
-        "domains": [dataclasses.asdict(row) for row in found.domains],
-        "data_problem": found.data_problem,
-        "gpu": dataclasses.asdict(found.hardware.card) if found.hardware.card else None,
-        "hardware": found.hardware.source,
-        "memory_gib": None if peak is None else {
-            **{part.name: getattr(peak, part.name) / memory.GIB for part in dataclasses.fields(peak)},
-            "reserved": peak.reserved_gib,
-            "total": found.peak_gib,
-            "measured": found.measured_memory_gib,
-        },
-        "fits": found.fits,
-        "largest_micro_batch": found.most_micro_batch,
-        "checkpoint_bytes": plan.checkpoint_bytes,
-        "checkpoints_bytes": preflight.checkpoint_disk_bytes(plan),
-        "free_disk_bytes": found.free_disk,
-        "time": {
-            "tokens_per_second": cost.tokens_per_second,
-            "step_seconds": cost.step_seconds,
-            "training_seconds": cost.training_seconds,
-            "start_seconds": cost.start_seconds,
-            "validation_seconds": cost.validation_seconds,
-            "checkpoint_seconds": cost.checkpoint_seconds,
-            "total_seconds": cost.total_seconds,
-            "source": cost.source,
-            "other_source": cost.other_source,
-        },
-        "energy": {"kwh": cost.energy_kwh, "power_w_per_gpu": cost.power_w, "source": cost.power_source},
-        "learning_rate": {
-            **plan.schedule_parameters,
-            "max_lr": plan.max_lr,
-            "points": [[step, schedule.lr(step)] for step in range(0, plan.max_steps, every)],
-        },
-        "problems": [
-            {"fatal": one.fatal, "what": one.problem.what, "found": one.problem.found, "do": one.problem.do}
-            for one in found.problems
-        ],
-        "warnings": [dataclasses.asdict(one) for one in found.warnings],
-        "schedule_warnings": list(found.schedule_warnings),
-    }  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from data.blend_math import EPOCHS_CAP
+
 MUENNIGHOFF = "Muennighoff et al. 2023, arXiv 2305.16264"
 OVERTRAINED = "Springer et al. 2025, arXiv 2503.19206; Liew and Kato 2025, arXiv 2510.06548"
 REPLAY_HELPS = "arXiv 2603.04964, a model of 150M parameters on 4M tokens; Ibrahim et al. 2024, arXiv 2403.08763"
-EPOCHS = 4.0  # beyond this, repeated tokens teach little (MUENNIGHOFF)
 SMALL_CORPUS = 100_000_000  # tokens; judgement: the study had 4M
 OVERTRAINED_RATIO = 2000  # tokens per parameter; judgement: a hundred times the 20 that are compute-optimal
 # tokens that a released model was pretrained on, by the last part of its name
@@ -56,9 +57,10 @@ def advise(facts: Facts) -> list[Advice]:
 
 def _epochs(facts: Facts) -> Iterator[Advice]:
     for name, epochs in facts.epochs.items():
-        if epochs > EPOCHS:
+        if epochs > EPOCHS_CAP:
             yield Advice(
-                f"{name} is read {epochs:.1f} times: beyond {EPOCHS:g} epochs repeated tokens teach little", MUENNIGHOFF
+                f"{name} is read {epochs:.1f} times: beyond {EPOCHS_CAP:g} epochs repeated tokens teach little",
+                MUENNIGHOFF,
             )
 
 

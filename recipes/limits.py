@@ -16,6 +16,7 @@ from recipes.plan import PATHS, Plan, Shape
 _POSITIVE = (
     *("devices", "num_nodes", "seq_length", "model_seq_length", "micro_batch_size", "global_batch_size", "max_steps"),
     *("val_check_interval", "log_every_n_steps", "save_every_n_steps", "keep_checkpoints"),
+    "evaluate_every_n_steps",
     *("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel"),
 )
 _SHAPE = tuple(field.name for field in dataclasses.fields(Shape) if field.name != "tied")
@@ -53,6 +54,7 @@ def problems(plan: Plan, declared: Plan) -> Iterator[UserError]:
     yield from wrong
     if wrong:  # the sums below would divide by zero
         return
+    yield from _not_saved(plan)
     yield from _odd_shape(plan.shape, declared.shape)
     yield from _wrong_rates(plan, declared)
     try:
@@ -96,6 +98,18 @@ def _unknown_loggers(plan: Plan) -> Iterator[UserError]:
                 found=f"log.loggers={plan.loggers}",
                 do=f"log.loggers={near[0]}" if near else "log.loggers=None",
             )
+
+
+def _not_saved(plan: Plan) -> Iterator[UserError]:
+    """What is evaluated during the run is a checkpoint."""
+    every, saves = plan.evaluate_every_n_steps, plan.save_every_n_steps
+    if every is not None and every % saves:
+        yield UserError(
+            "no checkpoint is written at the steps to evaluate",
+            expected=f"a multiple of log.ckpt.every_n_train_steps={saves}",
+            found=f"evaluate.every_n_steps={every}",
+            do=f"evaluate.every_n_steps={max(1, round(every / saves)) * saves}",
+        )
 
 
 def _odd_shape(shape: Shape, declared: Shape) -> Iterator[UserError]:

@@ -93,6 +93,7 @@ class Plan:
     save_every_n_steps: int = _at("log.ckpt.every_n_train_steps")
     keep_checkpoints: int = _at("log.ckpt.keep_last", default=2)
     keep_best: str | None = _at("log.ckpt.keep_best", default=None)
+    evaluate_every_n_steps: int | None = _at("evaluate.every_n_steps", default=None)
     loggers: str | None = _at("log.loggers", default=None)
     devices: int = _at("trainer.devices", default=1)
     num_nodes: int = _at("trainer.num_nodes", default=1)

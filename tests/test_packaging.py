@@ -24,6 +24,7 @@ HEAVY = ("torch", "nemo", "nemo_run", "megatron", "lightning", "transformers", "
 WITH_TORCH = (
     "bench",
     "convert",
+    "data.datasets",
     "data.module",
     "data.ordered_dataset",
     "doctor.transport_rank",

@@ -19,15 +19,15 @@ from typing import Any, Optional
 
 import lightning.pytorch as pl
 
-from common.errors import UserError
+from common.commands import python_path
 from common.json_files import read_json_object
 from common.rundir import RunDir, checkpoint_step
+from common.version import ROOT
 from training.checkpoints import StepCheckpoint
 from training.distributed.rank_env import clear_rank_variables
 from training.progress import Progress
 
 log = logging.getLogger("launch")
-ROOT = Path(__file__).resolve().parents[1]
 COPIES = "evaluating"  # folder of the run with the copies, each until its evaluation has ended
 
 
@@ -66,21 +66,9 @@ class EvaluateCheckpoints(pl.Callback):
         self._loggers: list[Any] = []  # while the run trains
 
     def attach(self, checkpoint: Any) -> None:
-        """Have the run's StepCheckpoint call `on_complete`.
-
-        Raises:
-            UserError: no checkpoint is written at these steps.
-        """
+        """Have the run's StepCheckpoint call `on_complete`. recipes/limits.py checks that it saves at these steps."""
         if not self.every_n_steps or not isinstance(checkpoint, StepCheckpoint):
             return
-        saves = checkpoint._every_n_train_steps
-        if self.every_n_steps < 1 or self.every_n_steps % saves:
-            raise UserError(
-                "no checkpoint is written at the steps to evaluate",
-                expected=f"a multiple of log.ckpt.every_n_train_steps={saves}",
-                found=f"evaluate.every_n_steps={self.every_n_steps}",
-                do=f"evaluate.every_n_steps={max(1, round(self.every_n_steps / saves)) * saves}",
-            )
         stop()  # of an attempt before this one in the same process
         self.stop()
         checkpoint.on_complete = self.on_complete
@@ -133,7 +121,7 @@ class EvaluateCheckpoints(pl.Callback):
         command = [sys.executable, "-m", "common.run_beside", str(os.getpid()), str(ROOT / "launch.py"), "evaluate"]
         environ = dict(os.environ)
         clear_rank_variables(environ)
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")]))
+        environ["PYTHONPATH"] = python_path(environ)
         if self.device == "cpu":
             environ["CUDA_VISIBLE_DEVICES"] = ""
         with log_file.open("w") as output:

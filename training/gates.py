@@ -207,7 +207,7 @@ def check_ids(samples: list[tuple[dict[str, torch.Tensor], torch.Tensor]], vocab
                 "the dataset rewrites token ids",
                 expected="labels as they are stored in the .bin",
                 found=f"{changed} of {stored.numel() - 1} labels of one sample changed",
-                do="leave data.dataset_cls at data.module.WholeMaskGPTDataset (docs/truth.md)",
+                do="leave data.dataset_cls at data.datasets.WholeMaskGPTDataset (docs/truth.md)",
             )
 
 
@@ -232,7 +232,7 @@ def check_loss_mask(
                 "the loss mask is wrong",
                 expected=f"{int(wanted.sum())} of {mask.numel()} tokens of sample {index} in the loss",
                 found=f"{int(mask.sum())}",
-                do="leave data.dataset_cls at data.module.WholeMaskGPTDataset (docs/truth.md)",
+                do="leave data.dataset_cls at data.datasets.WholeMaskGPTDataset (docs/truth.md)",
             )
         kept += int(mask.sum())
         total += mask.numel()

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
-from data.module import DOCUMENT_STARTS
+from data.datasets import DOCUMENT_STARTS
 from training.documents import is_isolated
 from training.validation import forward_losses
 

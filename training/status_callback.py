@@ -19,7 +19,10 @@ class StatusCallback(pl.Callback):
         self._hang = HangWatch(heartbeat.record_failure)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        heartbeat.record(step=trainer.global_step, max_steps=trainer.max_steps)
+        timer = next((one for one in trainer.callbacks if isinstance(one, pl.callbacks.Timer)), None)
+        left_s = timer.time_remaining() if timer is not None else None  # of trainer.max_time
+        ends_by = None if left_s is None else time.time() + left_s
+        heartbeat.record(step=trainer.global_step, max_steps=trainer.max_steps, ends_by=ends_by)
         self._hang.start()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:

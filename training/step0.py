@@ -12,7 +12,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
 from common.rundir import RunDir
-from data.module import DOCUMENT_STARTS
+from data.datasets import DOCUMENT_STARTS
 from training.safe_load import load_hf_model
 from training.validation import mean_loss
 

@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 from common import processes, rank_states
+from common.commands import python_path
 from launcher import rank_main
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.local import ROOT
 from launcher.executors.signals import ForwardSignals
 
 log = logging.getLogger("launch")
@@ -35,12 +35,11 @@ def _train_in_child(job: Job) -> int:
         its exit code.
     """
     processes.name_launcher()
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, *job.rank_command[1:]]
     job.logs.mkdir(parents=True, exist_ok=True)
     own = job.logs / "rank.log"
     with own.open("a") as output, Follower(job.logs / "console.log"):
-        environment = {**os.environ, "PYTHONPATH": path}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         rank = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         with ForwardSignals(lambda count: rank.send_signal(signal.SIGINT if count < 3 else signal.SIGKILL)):
             rank.wait()

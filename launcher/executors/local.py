@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from common import logs, processes, rank_states
+from common.commands import python_path
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
 from training.distributed import rank_env
 
-ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("launch")
 
 
@@ -51,7 +51,7 @@ def _prepare_environment(job: Job) -> list[str]:
     rank_env.clear_rank_variables(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     path = [str(Path(sys.executable).parent), *os.environ.get("PATH", "").split(os.pathsep)]
     os.environ["PATH"] = os.pathsep.join(path)  # NeMo-Run starts `torchrun` by name, also without an active venv
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path()
     os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")  # torchrun's --local-addr: this host's name may not resolve
     processes.name_launcher()
     if "OMP_NUM_THREADS" in os.environ:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from common import processes, rank_states
+from common.commands import python_path
 from common.errors import PreflightError, UserError
 from common.files import write_atomic
 from launcher.cluster_file import Mpirun
@@ -24,7 +25,6 @@ from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
 from training.distributed import rank_env
 
-ROOT = Path(__file__).resolve().parents[2]
 log = logging.getLogger("launch")
 
 
@@ -103,7 +103,7 @@ def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
     rank_env.clear_rank_variables(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
     os.environ["MASTER_PORT"] = port or str(rank_env.find_free_port())
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = python_path()
     processes.name_launcher()
     threads = max(1, (os.cpu_count() or 1) // job.devices)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

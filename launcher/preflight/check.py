@@ -16,33 +16,33 @@ from common import machine_facts
 from common.loggers import TITLES, install_command, is_installed, parse_loggers
 from common.quantities import format_bytes
 from common.rundir import RunDir
+from common.version import ROOT
 from launcher.preflight.data import check_base_model, check_blend, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
-from launcher.preflight.room import Card, check_room
+from launcher.preflight.room import RankGpu, check_room
 from recipes import limits
 from recipes.plan import Plan
 
 log = logging.getLogger("launch")
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("recipes", "data", "training", "launcher", "convert", "planning", "watch", "report", "doctor", "common")
 
 
 def check(
-    plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True, card: Card | None = None
+    plan: Plan, run: RunDir, *, machine: bool = True, data: bool = True, gpu: RankGpu | None = None
 ) -> list[Finding]:
     """Make every check and log the findings, all at once; without findings, log how many checks passed.
 
     Args:
         machine: this is the machine that trains; if not, its GPUs, memory and ports are left unchecked.
         data: the files of the run can be read here; if not, corpora, base model and disk are left unchecked.
-        card: the smallest GPU that a rank gets, here or elsewhere; None where it is not known.
+        gpu: the smallest GPU that a rank gets, here or elsewhere; None where it is not known.
 
     Returns:
         the findings; the run cannot start if one of them is fatal.
     """
-    checks = _select(plan, machine, data, card)
+    checks = _select(plan, machine, data, gpu)
     findings = _find(checks, plan, run)
     for finding in findings:
         log.log(logging.ERROR if finding.fatal else logging.WARNING, "%s", finding.problem)
@@ -53,15 +53,15 @@ def check(
     return findings
 
 
-def find(plan: Plan, run: RunDir, *, machine: bool, data: bool, card: Card | None) -> list[Finding]:
-    """The findings of `check`, without a word in the log."""
-    return _find(_select(plan, machine, data, card), plan, run)
+def find(plan: Plan, run: RunDir, *, machine: bool, data: bool, gpu: RankGpu | None) -> list[Finding]:
+    """The findings of `check`, without logging them."""
+    return _find(_select(plan, machine, data, gpu), plan, run)
 
 
-def _select(plan: Plan, machine: bool, data: bool, card: Card | None) -> dict[str, _Check]:
+def _select(plan: Plan, machine: bool, data: bool, gpu: RankGpu | None) -> dict[str, _Check]:
     checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
-    if card is not None or (machine and plan.accelerator == "cpu"):
-        checks["peak memory"] = functools.partial(check_room, card=card)
+    if gpu is not None or (machine and plan.accelerator == "cpu"):
+        checks["peak memory"] = functools.partial(check_room, gpu=gpu)
     return checks
 
 

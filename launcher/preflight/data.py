@@ -11,7 +11,7 @@ from common.errors import ProjectError
 from common.hub import is_hub_id
 from common.json_files import read_json_object
 from common.rundir import RunDir
-from data.blend import EPOCHS_CAP
+from data.blend_math import EPOCHS_CAP
 from data.block_hashes import find_changed_block
 from data.indexed import check_prefix, read_index
 from data.manifest import SPLITS, Manifest, load_manifest

@@ -12,7 +12,7 @@ from recipes.plan import Plan
 
 
 @dataclass(frozen=True)
-class Card:
+class RankGpu:
     """The smallest GPU that a rank of the run gets.
 
     Args:
@@ -24,59 +24,59 @@ class Card:
     path: memory.Path = "fast"
 
 
-def check_room(plan: Plan, run: RunDir, card: Card | None) -> Iterator[Finding]:
+def check_room(plan: Plan, run: RunDir, gpu: RankGpu | None) -> Iterator[Finding]:
     """Check that the estimated peak fits: an error where it cannot even if the estimate is 5% too high, else a warning.
 
     Args:
-        card: None for a run on the CPUs of this machine.
+        gpu: None for a run on the CPUs of this machine.
     """
     if min(plan.micro_batch_size, plan.global_batch_size, plan.model_parallel, plan.pipeline_parallel) < 1:
         return  # recipes/limits.py reports it
     if plan.accelerator == "cpu":
         yield from _check_host(plan)
         return
-    if card is None:
+    if gpu is None:
         return
-    found = memory.estimate(plan, card.path)
-    if found.gpu_gib <= card.gib:
+    found = memory.estimate(plan, gpu.path)
+    if found.gpu_gib <= gpu.gib:
         return
-    cannot_fit = found.gpu_gib / (1 + memory.ESTIMATE_ERROR) > card.gib
+    cannot_fit = found.gpu_gib / (1 + memory.ESTIMATE_ERROR) > gpu.gib
     make = error if cannot_fit else warning
     yield make(
         "the run does not fit into the GPU's memory" if cannot_fit else "the run may not fit into the GPU's memory",
-        expected=f"a peak of at most {card.gib:.1f} GiB per GPU",
+        expected=f"a peak of at most {gpu.gib:.1f} GiB per GPU",
         found=f"micro batch {plan.micro_batch_size} x {plan.seq_length} tokens: estimated {found}",
-        do=advise_room(plan, card),
+        do=advise_room(plan, gpu),
     )
 
 
-def advise_room(plan: Plan, card: Card) -> str:
+def advise_room(plan: Plan, gpu: RankGpu) -> str:
     """Overrides after which the run fits, or what else can be changed."""
-    best = memory.largest_that_fits(plan, card.gib, card.path)
+    best = memory.largest_that_fits(plan, gpu.gib, gpu.path)
     if best is not None and best < plan.micro_batch_size:
         return f"data.micro_batch_size={best}, the largest that fits and divides the global batch"
-    ways = [*_shorter_sequences(plan, card), *_more_ranks(plan, card), "a larger GPU"]
+    ways = [*_shorter_sequences(plan, gpu), *_more_ranks(plan, gpu), "a larger GPU"]
     return ", or ".join(ways) + "; at this size no micro batch fits"
 
 
-def _shorter_sequences(plan: Plan, card: Card) -> Iterator[str]:
+def _shorter_sequences(plan: Plan, gpu: RankGpu) -> Iterator[str]:
     """The longest half, quarter ... of the sequence that fits, with the micro batch that it needs."""
     length = plan.seq_length // 2
     while length >= 256:
         shorter = replace(plan, seq_length=length, model_seq_length=length)
-        if (best := memory.largest_that_fits(shorter, card.gib, card.path)) is not None:
+        if (best := memory.largest_that_fits(shorter, gpu.gib, gpu.path)) is not None:
             size = f" data.micro_batch_size={best}" if best < plan.micro_batch_size else ""
             yield f"data.seq_length={length} model.config.seq_length={length}{size}"
             return
         length //= 2
 
 
-def _more_ranks(plan: Plan, card: Card) -> Iterator[str]:
+def _more_ranks(plan: Plan, gpu: RankGpu) -> Iterator[str]:
     """Twice the ranks, each with half of every layer, where the shape allows it and it fits."""
     parallel = 2 * plan.tensor_parallel
     split = replace(plan, devices=2 * plan.devices, tensor_parallel=parallel)
     divides = all(n % parallel == 0 for n in (plan.shape.num_attention_heads, plan.shape.num_query_groups))
-    if divides and (best := memory.largest_that_fits(split, card.gib, card.path)) is not None:
+    if divides and (best := memory.largest_that_fits(split, gpu.gib, gpu.path)) is not None:
         size = f" data.micro_batch_size={best}" if best < plan.micro_batch_size else ""
         yield f"--devices {split.devices} trainer.strategy.tensor_model_parallel_size={parallel}{size}"
 

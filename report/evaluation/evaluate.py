@@ -39,6 +39,8 @@ def evaluate(request: EvaluateRequest) -> Evaluation:
     request.check()
     harness.go_offline()
     root = Path(request.runs)
+    from convert.hf import fingerprint_model
+
     run, checkpoint = _run_of(request.model, root)
     against = _base_of(run) if request.against is None else request.against
     against = None if against in (None, "none") else against
@@ -48,8 +50,9 @@ def evaluate(request: EvaluateRequest) -> Evaluation:
         paths += [stack.enter_context(_as_folder(against, root))] if against else []
         options = _options(request, paths)
         tasks = harness.load_tasks(names, folder)
-        scores = [_score(path, tasks, names, options, folder) for path in paths]
-        how = _describe(options, paths)
+        digests = [fingerprint_model(path) for path in paths]
+        scores = [_score(*model, tasks, names, options, folder) for model in zip(paths, digests, strict=True)]
+        how = {**asdict(options), "harness": f"lm_eval {harness.check_installed()}", "sha256": digests}
     step = checkpoint_step(checkpoint) if checkpoint is not None and run is not None else None
     name = str(run.checkpoints / f"step-{step}") if run is not None and step is not None else request.model
     found = Evaluation(name, against, step, how, _compare(*scores))
@@ -156,13 +159,11 @@ def _options(request: EvaluateRequest, paths: Sequence[Path]) -> harness.ScoreOp
 
 
 def _score(
-    path: Path, tasks: Any, names: Sequence[str], options: harness.ScoreOptions, folder: Path | None
+    path: Path, digest: str, tasks: Any, names: Sequence[str], options: harness.ScoreOptions, folder: Path | None
 ) -> list[harness.TaskScores]:
     """Score a model, or read what it scored before: the base is compared with every checkpoint of a run."""
-    from convert.hf import fingerprint_model
-
     made_here = folder is not None and all((folder / f"{name}.yaml").is_file() for name in names)
-    key = json.dumps([fingerprint_model(path), *names, asdict(options), harness.check_installed()])
+    key = json.dumps([digest, *names, asdict(options), harness.check_installed()])
     cached = (folder or CACHE) / f"scores-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     if made_here and (stored := read_json_object(cached)) is not None:
         log.info("evaluation: %s has been scored on these items before", path)
@@ -194,16 +195,6 @@ def _compare(model: Sequence[harness.TaskScores], base: Sequence[harness.TaskSco
             base_scores = other.metrics[metric] if other is not None else None
             rows.append(make_row(own.name, metric, own.higher_is_better[metric], scores, base_scores))
     return decide(rows)
-
-
-def _describe(options: harness.ScoreOptions, paths: Sequence[Path]) -> dict[str, Any]:
-    from convert.hf import fingerprint_model
-
-    return {
-        **asdict(options),
-        "harness": f"lm_eval {harness.check_installed()}",
-        "sha256": [fingerprint_model(path) for path in paths],
-    }
 
 
 def _default_output(request: EvaluateRequest, run: RunDir | None, step: int | None) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -59,6 +60,8 @@ def test_broken_files_are_no_status(tmp_path: Path, text: str) -> None:
 def test_eta_and_silence() -> None:
     status = RunStatus(phase=run_status.TRAINING, step=40, max_steps=100, step_seconds=2.0, updated=1000.0)
     assert status.eta_seconds == 120.0
+    assert dataclasses.replace(status, ends_by=1030.0).eta_seconds == 30.0  # trainer.max_time comes first
+    assert dataclasses.replace(status, ends_by=2000.0).eta_seconds == 120.0
     assert status.state(1030.0) == run_status.TRAINING
     assert status.state(1000.0 + run_status.SILENT_AFTER_S + 1) == run_status.SILENT
     assert RunStatus(phase=run_status.DONE, updated=0.0).state(1e9) == run_status.DONE

@@ -103,7 +103,7 @@ def _rebuilt(sample: Path) -> dict[str, tuple[bool, int, bool]]:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from torch import distributed
 
-    from data.module import WholeMaskGPTDataset, check_blended_indices
+    from data.datasets import WholeMaskGPTDataset, check_blended_indices
 
     class _Tokenizer:
         eod = pad = 0

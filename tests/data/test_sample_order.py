@@ -69,7 +69,7 @@ def test_a_segment_goes_on_where_the_one_before_ended() -> None:
 
 @pytest.mark.parametrize("step", [0, 7, 12_345])
 def test_any_number_of_ranks_reads_the_same_batch(step: int) -> None:
-    """Megatron's sampler cuts a global batch by numbers: each of them names one sample, whoever reads it."""
+    """Megatron's sampler cuts a global batch by numbers: each of them names one sample, whichever rank reads it."""
     segments = (Segment(0, (0.7, 0.2, 0.1), (0, 0, 0)),)
     whole = list(zip(*(part.tolist() for part in samples_of_step(segments, step, 24)), strict=True))
     for ranks in (1, 2, 4, 8):

@@ -16,12 +16,15 @@ from common.rundir import RunDir
 from planning import calibrate
 from planning.command import show_plan
 from planning.cost import count_validations
+from planning.figures import nearest_rate
 from planning.hardware import Hardware, host_name
+from planning.json_row import to_row
 from planning.page import format_plan
-from planning.plan import RunPlan, make_plan, to_row
+from planning.plan import RunPlan, make_plan
 from planning.request import PlanRequest
 from recipes import memory, registry
 from recipes.resolve import resolve
+from recipes.stages import resolve_plan_stages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -203,3 +206,29 @@ def test_validations_of_a_run() -> None:
 def test_the_memory_of_every_layout_is_shown() -> None:
     row, plan = to_row(_plan("qwen25_500m_multinode")), registry.resolve("qwen25_500m_multinode").plan
     assert row["memory_gib"]["total"] == pytest.approx(memory.estimate(plan).gpu_gib)
+
+
+def test_a_blend_with_stages_is_calibrated_on_its_first(sample: Path) -> None:
+    """Stages that end beyond the 20 steps are no error there; nothing is evaluated in them."""
+    roles = {"code": "new", "prose": "replay"}
+    domains = [{"name": name, "folder": str(sample / name), "role": role} for name, role in roles.items()]
+    stages = [{"until": "500M", "replay_share": 0.0}, {"until": "decay_start"}, {}]
+    Path("blend.json").write_text(json.dumps({"domains": domains, "replay_share": 0.5, "stages": stages}))
+    words = ["data.blend=blend.json", "trainer.max_steps=1000000", "evaluate.every_n_steps=5"]
+    words += ["log.ckpt.every_n_train_steps=5", "data.replay_share=0.25"]
+    words += [
+        f"optim.lr_scheduler.{one}" for one in ("kind=wsd", "decay_end=None", "decay_steps=9", "fork_step=900000")
+    ]
+    resolved = resolve(PlanRequest(recipe="qwen25_tiny_cpt", overrides=words).spec())
+    assert len(resolve_plan_stages(resolved.plan).stages) == 3
+    short = resolve(calibrate.short_spec(resolved, "calibrate", Path("first.blend.json"))).plan
+    found = resolve_plan_stages(short)
+    assert (short.max_steps, short.evaluate_every_n_steps, found.has_stages) == (calibrate.STEPS, None, False)
+    assert found.stages[0].tokens == {"code": 20 * short.tokens_per_step}
+    assert list(found.folders) == ["code", "prose"]  # all are validated
+
+
+def test_a_path_that_was_never_measured_says_what_was() -> None:
+    with pytest.raises(UserError) as caught:
+        nearest_rate(registry.resolve("qwen25_500m").plan, "none", None)
+    assert "fast" in caught.value.found and "--calibrate" in caught.value.do

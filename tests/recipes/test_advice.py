@@ -15,7 +15,7 @@ def _texts(**changes: Any) -> list[str]:
     return [str(one) for one in advise(dataclasses.replace(GOOD, **changes))]
 
 
-def test_nothing_speaks_against_it() -> None:
+def test_no_warning_without_a_reason() -> None:
     assert _texts() == [] and advise(Facts()) == []
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from common.loggers import is_installed
 
 
 def train(
@@ -32,6 +37,15 @@ def train(
         recipe.build = with_dataset
     assert execute.launch(spec) == 0
     return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def mlflow_is_here(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """MLflow is imported from MLFLOW_FOLDER, by this test and the processes that it starts: see tests/mlflow.txt."""
+    if folder := os.environ.get("MLFLOW_FOLDER"):
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")])))
+    return is_installed("mlflow")
 
 
 SHORT = ("trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from data.module import CU_SEQLENS, DOCUMENT_STARTS, ReadyBatch, data_step
+from data.datasets import DOCUMENT_STARTS
+from data.module import CU_SEQLENS, ReadyBatch, data_step
 
 pytestmark = pytest.mark.nemo
 

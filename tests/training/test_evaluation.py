@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from common.errors import UserError
 from common.processes import is_alive
 from report.evaluation import harness
 from report.evaluation.result import newest_evaluation
@@ -46,13 +45,6 @@ def test_losses_are_those_of_a_run_without_evaluation(sample: Path, forked: Call
 
     newest = newest_evaluation(RunDir.at(run))
     assert newest is not None and newest.step == 6 and newest.model == "runs/run/checkpoints/step-6"
-
-
-def test_steps_without_a_checkpoint_are_refused() -> None:
-    from training.checkpoints import StepCheckpoint
-
-    with pytest.raises(UserError, match="no checkpoint is written at the steps to evaluate"):
-        EvaluateCheckpoints(every_n_steps=7).attach(StepCheckpoint(every_n_train_steps=5))
 
 
 def test_a_copy_survives_its_source_and_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

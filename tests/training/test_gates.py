@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 
 from common.errors import GateError
-from data.module import WholeMaskGPTDataset
+from data.datasets import WholeMaskGPTDataset
 from tests.training.conftest import SHORT, train
 from training import gates
 

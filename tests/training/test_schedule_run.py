@@ -88,7 +88,7 @@ def test_fork_of_a_stable_phase(sample: Path, forked: Callable[..., Any]) -> Non
 
 
 def test_decoupled_lr_is_followed(sample: Path, forked: Callable[..., Any]) -> None:
-    """Megatron gives embeddings their own peak; stock NeMo drops it without a word."""
+    """Megatron gives embeddings their own peak; stock NeMo drops it and logs nothing."""
     ours = forked(_train, sample, COSINE, 4, False, 4 * PEAK)
     peaks = sorted({round(lr / RewarmCosine(**_parameters()).lr(3), 6) for lr in ours[3][1]})
     assert peaks == [1.0, 4.0]

@@ -80,6 +80,7 @@ def test_the_shares_of_each_stage(folder: Path) -> None:
     assert last["consumed_tokens"] == {name: count * 256 for name, count in ledger.read.items()}
     planned = json.loads(run.blend.read_text())
     assert {d["name"]: d["tokens_planned"] for d in planned["domains"]} == last["consumed_tokens"]
+    assert "changed_at_step" not in planned
     assert read_ledger(run.checkpoints / "step-3/run/ledger.json").step == 3
 
 
@@ -106,6 +107,7 @@ def test_another_blend_from_here_on(folder: Path) -> None:
     tokens = _tokens(ledger)
     assert tokens[("anneal", 1, "prose")] == 2 * TOKENS // 2 and ("all", 1, "code") in tokens
     assert ledger.read == {"code": 12 + 4 + 7, "prose": 4 + 4 + 1}
+    assert json.loads(run.blend.read_text())["changed_at_step"] == 6
     _check_report_and_passport(run)
 
 
@@ -119,7 +121,7 @@ def _check_report_and_passport(run: RunDir) -> None:
     item = next(item for item in make_passport(run.path).items if item.name == "token ledger")
     assert item.state == "pass" and "changed at step 6" in item.found
     page = write_report(run.path).read_text()
-    assert "Stages" in page and "--change-blend at step 6" in page
+    assert "Stages" in page and "--change-blend at step 6" in page and "The blend was changed at step 6" in page
     rows = [(row.stage, row.first, row.domain, row.tokens, bool(row.change)) for row in stage_rows(read_run(run))]
     assert rows[-4:] == [
         ("anneal", SWITCH, "code", TOKENS, False),

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from common.loggers import is_installed
 from data.manifest import load_manifest
 from report.send.rows import read_new_points
 from tests.fork_server import real_start
@@ -33,7 +32,7 @@ def _losses(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def test_reproducible_and_resumable(
-    sample: Path, forked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sample: Path, forked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mlflow_is_here: bool
 ) -> None:
     """The same seed gives the same losses to the last bit, also when a new process resumes after ten steps.
 
@@ -41,7 +40,7 @@ def test_reproducible_and_resumable(
     metrics.jsonl, and the losses are those without loggers.
     """
     monkeypatch.setenv("NETRC", str(tmp_path / "no-key"))
-    loggers = (f"log.loggers={'wandb+mlflow' if is_installed('mlflow') else 'wandb'}",)
+    loggers = (f"log.loggers={'wandb+mlflow' if mlflow_is_here else 'wandb'}",)
     (tmp_path / "uninterrupted").mkdir()
     (tmp_path / "resumed").mkdir()
     steps = (*SHORT, "log.ckpt.every_n_train_steps=10")
@@ -56,14 +55,15 @@ def test_reproducible_and_resumable(
     assert [p.name for p in sorted((tmp_path / "resumed/runs/run/checkpoints").iterdir())] == ["step-10", "step-20"]
     points = read_new_points(tmp_path / "resumed/runs/run/metrics.jsonl", 0)[0]
     check_wandb(tmp_path / "resumed/runs/run", points, attempts=2)
-    if is_installed("mlflow"):
+    if mlflow_is_here:
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         check_mlflow(tmp_path / "resumed/runs", points)
 
 
-def test_mlflow_takes_part_in_the_comparison() -> None:
+def test_mlflow_takes_part_in_the_comparison(mlflow_is_here: bool) -> None:
     """Where it is absent the test above compares W&B only: this line of the summary says so."""
-    pytest.importorskip("mlflow", reason="no MLflow: PYTHONPATH of a folder made from tests/mlflow.txt (.ci/run)")
+    if not mlflow_is_here:
+        pytest.skip("no MLflow: MLFLOW_FOLDER, a folder made from tests/mlflow.txt (.ci/run)")
 
 
 def _continue_from(words: list[str]) -> list[dict[str, Any]]:

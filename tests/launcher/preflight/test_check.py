@@ -120,6 +120,10 @@ def test_numbers(corpus: Path) -> None:
     assert "model-parallel groups" in _only(_check(corpus, tensor_parallel=2))
     assert "must be positive" in _only(_check(corpus, micro_batch_size=0))
     assert "must be positive" in _only(_check(corpus, val_check_interval=0))
+    assert "must be positive" in _only(_check(corpus, evaluate_every_n_steps=0))
+    problem = _only(_check(corpus, save_every_n_steps=5, evaluate_every_n_steps=7))
+    assert "no checkpoint is written at the steps to evaluate" in problem and "evaluate.every_n_steps=5" in problem
+    assert _check(corpus, save_every_n_steps=5, evaluate_every_n_steps=10) == []
     odd = dataclasses.replace(registry.resolve("qwen25_tiny").plan.shape, num_attention_heads=3)
     assert "not divisible" in str(_check(corpus, shape=odd)[0].problem)
 
