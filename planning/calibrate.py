@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,8 +21,10 @@ from common.files import write_atomic
 from common.json_files import read_json_lines, read_json_object
 from common.rundir import RunDir
 from common.spec import RunSpec
+from data.resolve_blend import load_run_blend
 from planning.hardware import Hardware, describe_cpu, host_name
 from recipes.memory import MEMORY_LEVERS
+from recipes.plan import Plan
 from recipes.resolve import Resolved
 
 STEPS, SAVE_AT = 20, 10
@@ -64,15 +67,11 @@ def describe_kind(resolved: Resolved, hardware: Hardware) -> dict[str, Any]:
     levers = sorted(
         str(one) for one in resolved.overrides if one.path.startswith("speed.") or one.path in MEMORY_LEVERS
     )
-    names: tuple[str, ...] = (
-        "seq_length",
-        "micro_batch_size",
-        "global_batch_size",
-        "devices",
-        "num_nodes",
-        "tensor_parallel",
+    names = (
+        *("seq_length", "isolate_documents", "micro_batch_size", "global_batch_size", "devices", "num_nodes"),
+        *("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "sequence_parallel"),
+        "limit_val_batches",
     )
-    names += ("pipeline_parallel", "virtual_pipeline", "context_parallel", "sequence_parallel", "limit_val_batches")
     machine = {"host": host_name(), "device": hardware.card.name if hardware.card else describe_cpu()}
     return {
         "machine": machine,
@@ -108,7 +107,7 @@ def calibrate(resolved: Resolved, hardware: Hardware) -> Calibration:
     from launcher.launch import launch, stdout_is_stderr
 
     folder = _free_folder(resolved)
-    spec = short_spec(resolved.spec, folder.name)
+    spec = short_spec(resolved, folder.name, _file(resolved, hardware).with_suffix(".blend.json"))
     started = time.time()
     with stdout_is_stderr():  # standard output is the plan's
         code = launch(spec)
@@ -130,8 +129,12 @@ def _keep(resolved: Resolved, hardware: Hardware, found: Calibration) -> None:
     write_atomic(_file(resolved, hardware), json.dumps(content, indent=1) + "\n")
 
 
-def short_spec(spec: RunSpec, name: str) -> RunSpec:
-    """The same run over 20 steps, validated before and after, with a checkpoint at the end and one on the way."""
+def short_spec(resolved: Resolved, name: str, blend_file: Path) -> RunSpec:
+    """The same run over 20 steps, validated before and after, with a checkpoint at the end and one on the way.
+
+    Args:
+        blend_file: where the blend of the first stage is written, if the blend has stages.
+    """
     words = (
         f"trainer.max_steps={STEPS}",
         "trainer.log_every_n_steps=1",
@@ -139,8 +142,26 @@ def short_spec(spec: RunSpec, name: str) -> RunSpec:
         f"log.ckpt.every_n_train_steps={SAVE_AT}",
         "log.ckpt.keep_last=1",
         "log.ckpt.keep_best=None",
+        *(("evaluate.every_n_steps=None",) if resolved.plan.evaluate_every_n_steps else ()),
+        *_first_stage(resolved.plan, blend_file),
     )
+    spec = resolved.spec
     return dataclasses.replace(spec, name=name, tokens=None, overrides=(*spec.overrides, *words))
+
+
+def _first_stage(plan: Plan, file: Path) -> tuple[str, ...]:
+    """Overrides that train on the first stage, whose end the 20 steps would not reach, and validate all domains."""
+    blend = load_run_blend(plan.blend) if plan.blend is not None else None
+    if blend is None or not blend.stages:
+        return ()
+    if plan.replay_share is not None:
+        blend = blend.model_copy(update={"replay_share": plan.replay_share})
+    _, first = blend.parts[0]
+    read = {domain.name for domain in first.domains}
+    others = [one.model_copy(update={"role": "watch", "weight": None}) for one in blend.domains if one.name not in read]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, first.model_copy(update={"domains": (*first.domains, *others)}).model_dump_json() + "\n")
+    return (f"data.blend={file}", "data.replay_share=None")
 
 
 def _free_folder(resolved: Resolved) -> RunDir:
@@ -160,14 +181,14 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
     cut = int(TRIMMED * len(seconds))
     kept = seconds[cut : len(seconds) - cut]
     step = sum(kept) / len(kept)
-    validation = _middle([row["seconds"] for row in validations if "seconds" in row] or [0.0])
+    validation = statistics.median_high([row["seconds"] for row in validations if "seconds" in row] or [0.0])
     in_training = sum(row["step_seconds"] for row in steps) + sum(row.get("seconds", 0.0) for row in validations)
     longer_at_first = sum(max(0.0, row["step_seconds"] - step) for row in steps[:WARM_UP])
     beside_save = [row["step_seconds"] for row in steps if row["step"] in (SAVE_AT, SAVE_AT + 1)]
     last = max(row["time"] for row in rows)
     return Calibration(
         step_seconds=step,
-        spread=(seconds[-1 - len(seconds) // 10] - seconds[len(seconds) // 10]) / _middle(seconds),
+        spread=(seconds[-1 - len(seconds) // 10] - seconds[len(seconds) // 10]) / statistics.median_high(seconds),
         start_seconds=max(0.0, last - started - in_training) + longer_at_first,
         validation_seconds=validation,
         stall_seconds=max(0.0, sum(beside_save) - len(beside_save) * step),
@@ -177,7 +198,3 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
         run=str(folder.path),
         date=time.strftime("%Y-%m-%d", time.gmtime(ended)),
     )
-
-
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

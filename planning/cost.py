@@ -16,8 +16,10 @@ from recipes.plan import Plan
 from recipes.resolve import Resolved
 
 FORWARD_SHARE = 3.0  # a validation only computes forward, a third of the operations of a training step
-_KEPT: tuple[str, ...] = ("seq_length", "micro_batch_size", "devices", "num_nodes", "tensor_parallel")
-_KEPT += ("pipeline_parallel", "virtual_pipeline", "context_parallel", "accelerator")
+_KEPT = (
+    *("seq_length", "isolate_documents", "micro_batch_size", "devices", "num_nodes"),
+    *("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "accelerator"),
+)
 
 
 @dataclass(frozen=True)
