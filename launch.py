@@ -16,6 +16,7 @@ from common.options import options_from
 from data.prepare.request import PrepareRequest
 from launcher.command_help import FullSummaries, GroupedHelp
 from launcher.requests import ResumeRequest, TrainRequest
+from planning.forecast_request import ForecastRequest
 from planning.request import PlanRequest
 from report.evaluation.request import EvaluateRequest
 
@@ -219,6 +220,15 @@ def monitor(
     from watch.records import newest_run
 
     show(find_run(run, Path(runs)) if run else newest_run(Path(runs)), interval_s=interval, as_json=json, once=once)
+
+
+@app.command(rich_help_panel=WATCH)
+@options_from(ForecastRequest, arguments=("run",))
+def forecast(request: ForecastRequest) -> None:
+    """Forecast the final validation loss of each domain from the first part of a run."""
+    from planning.forecast_page import show_forecast
+
+    show_forecast(request)
 
 
 @app.command(name="list", rich_help_panel=WATCH)

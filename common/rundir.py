@@ -6,6 +6,7 @@ during the run: gates.json step0.json first-validation.npz metrics.jsonl status.
     checkpoints/step-N/ logger-SERVICE.json (where log.loggers names one)
 with every checkpoint: ledger.json
 command.txt is that of the newest attempt; those of the others are in their logs/attempt-N/
+by `launch.py forecast`, during the run or after it: forecast.json
 after it: export.json report.html
 by `launch.py evaluate`, during the run or after it: evaluation/step-N.json
 """
@@ -53,6 +54,7 @@ class RunDir:
         self.metrics = self.path / "metrics.jsonl"
         self.first_validation = self.path / "first-validation.npz"
         self.status = self.path / "status.json"
+        self.forecast = self.path / "forecast.json"
         self.logs = self.path / "logs"
         self.tensorboard = self.path / "tb"
         self.checkpoints = self.path / "checkpoints"

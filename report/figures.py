@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.domain_losses import STANDARD_ERRORS
 from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
+from report.forecast import draw_forecast
 from report.read import RunFiles
 from report.theme import (
     DASHES,
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = ("validation", "loss", "lr", "grad_norm", "replay", "throughput", "memory", "power")
+FIGURES = ("validation", "forecast", "loss", "lr", "grad_norm", "replay", "throughput", "memory", "power")
 WIDE, NARROW = 10.8, 5.2  # inches: the full width of the page, and half of it or a phone's screen
 LabelledChanges = list[tuple[str, list[DomainChange]]]  # (label of a run, its changes)
 
@@ -39,6 +40,7 @@ def draw_figures(files: RunFiles, runs: LabelledChanges, tokens: list[DomainToke
     baseline = baseline_name(files, [c for _, changes in runs for c in changes])
     figures = {
         "validation": [draw_validation(runs, baseline, width) for width in (WIDE, NARROW)],
+        "forecast": [draw_forecast(files, WIDE, 3.4, beside=True), draw_forecast(files, NARROW, 2.8, beside=False)],
         "loss": [draw_loss(files, width) for width in (WIDE, NARROW)],
         "lr": [draw_column(files, "lr", "learning rate")],
         "grad_norm": [draw_column(files, "grad_norm", "gradient norm")],

@@ -23,6 +23,7 @@ from report.attempts import Attempt
 from report.configuration import configuration_tables
 from report.evaluation.comparison import RULE
 from report.evaluation.result import Evaluation
+from report.forecast import forecast_rows
 from report.ledger import stage_rows
 from report.passport import Passport
 from report.read import RunFiles
@@ -80,6 +81,7 @@ def render(data: ReportData) -> str:
             standard_errors=STANDARD_ERRORS,
             key_facts=key_facts(data),
             stages=stage_rows(data.files),
+            forecasts=forecast_rows(data.files),
             configuration=configuration_tables(data.files),
             theme=theme,
             rule=RULE[:1].upper() + RULE[1:] + ".",

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from common import run_status
 from common.domain_losses import NOT_TRAINED, format_change
+from common.metric_rows import Row
 from common.run_status import Heartbeat
-from watch.records import Row
 from watch.snapshot import Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -12,13 +12,13 @@ from typing import Any
 from common import rank_states, run_status
 from common.errors import UserError
 from common.json_files import read_json_lines
+from common.metric_rows import Row, read_metric_rows
 from common.rank_states import RankState
 from common.run_status import RunStatus, read_status
 from common.rundir import RUNS, RunDir
 from recipes.plan import Plan
 from recipes.resolve import resolve
 
-Row = dict[str, Any]
 _METRICS_BYTES = 4 * 2**20  # the last 10,000 lines and more
 _SAMPLES_BYTES = 2**20  # the last hours of one node
 _PHASE_OF = {
@@ -75,30 +75,12 @@ def _median(values: Any) -> float | None:
 
 def read_records(run: RunDir) -> Records:
     """Read whatever the run directory holds; a file that is absent or cut off leaves its part empty."""
-    training, validation = _read_metrics(run)
+    training, validation = read_metric_rows(run.metrics, _METRICS_BYTES)
     status = read_status(run.status) or _status_without_file(run, training)
     ranks = tuple(rank_states.read(run.attempt(status.attempt)))
     if ranks and status.phase not in run_status.ENDED:
         status = replace(status, ranks=tuple(state.heartbeat() for state in ranks))  # newer than rank 0's copy
     return Records(run, status, ranks, training, validation, _read_samples(run, status), _plan(run))
-
-
-def _read_metrics(run: RunDir) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Training and validation rows; going back to an earlier step is a resume, and drops what was done after it."""
-    training: dict[int, Row] = {}
-    validation: dict[int, Row] = {}
-    for row in read_json_lines(run.metrics, _METRICS_BYTES):
-        step = row.get("step")
-        if not isinstance(step, int):
-            continue
-        if "val_loss" in row or "validation" in row:
-            validation[step] = row
-        elif "loss" in row:
-            if training and step <= next(reversed(training)):
-                training = {s: kept for s, kept in training.items() if s < step}
-                validation = {s: kept for s, kept in validation.items() if s <= step}
-            training[step] = row
-    return tuple(training.values()), tuple(validation.values())
 
 
 def _read_samples(run: RunDir, status: RunStatus) -> tuple[Row, ...]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from common import run_status
 from common.machine_facts import SHM_MINIMUM
-from watch.records import Records, Row
+from common.metric_rows import Row
+from watch.records import Records
 
 SPIKE_NATS = 0.5  # and SPIKE_DEVIATIONS typical deviations above the rows before it
 SPIKE_DEVIATIONS = 8.0

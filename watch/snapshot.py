@@ -10,8 +10,9 @@ from typing import Any
 from common import run_status
 from common.domain_losses import NOT_TRAINED, change_error, name_change, read_domain_losses
 from common.json_files import read_json_list
+from common.metric_rows import Row
 from common.rundir import RunDir
-from watch.records import Records, Row, read_records
+from watch.records import Records, read_records
 from watch.signs import Sign, find_signs
 
 

@@ -218,8 +218,16 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     scores = [0.1 * (i % 7) for i in range(40)]
     evaluated = decide([make_row("cloze_code", "acc", True, [one + 0.2 for one in scores], scores)])
     Evaluation("cpt-replay", "exports/base", 400, {}, evaluated).save(run.evaluation(400))
+    run.forecast.write_text(json.dumps({"forecasts": [_forecast(False, 3.81), _forecast(True, 3.40)]}))
     assert write_report(run.path) == run.path / "report.html"
     return run
+
+
+def _forecast(hindsight: bool, loss: float) -> dict[str, Any]:
+    curve = [[step, 5.0 - (5.0 - loss) * (step - 80) / 320, 3.0, 6.0] for step in (80, 200, 400)]
+    code = {"loss": loss, "low": loss - 0.2, "high": loss + 0.2, "earlier_runs": ["runs/a", "runs/b"], "curve": curve}
+    moment = {"made": "", "step": 80, "num_steps": 400, "run_step": 400 if hindsight else 86, "hindsight": hindsight}
+    return {**moment, "domains": {"code": code, "cut off": {"loss": 3.0}}}
 
 
 def test_a_complete_run(complete: RunDir) -> None:
@@ -233,12 +241,14 @@ def test_a_complete_run(complete: RunDir) -> None:
     assert "12 of 12 all passed" in seen.text
     assert "at step 400 beside exports/base on the same items. Better or worse: two-sided p" in seen.text
     assert re.search(r"cloze_code acc 40 0\.28[78] 0\.48[78] \+0\.200 0\.000 better", seen.text)
+    forecast = "code step 80 of 400 step 86 2 earlier runs 3.810 3.610 to 4.010 3.710 +2.7% inside"
+    assert forecast in seen.text and "step 400, in hindsight" in seen.text and "outside" in seen.text
     assert "Planned: 25.0% replay" in seen.text
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text
     assert f"{PARAMETERS:,}" in seen.text
     assert "11.2 GiB reserved on the GPU" in seen.text
-    for name in ("validation", "loss", "lr", "replay", "throughput", "memory"):
+    for name in ("validation", "forecast", "loss", "lr", "replay", "throughput", "memory"):
         assert (run.path / "report" / f"{name}.png").stat().st_size > 3000, name
 
 
@@ -254,7 +264,7 @@ def test_the_page_is_self_contained(complete: RunDir) -> None:
 
 def test_a_phone_has_its_own_figures_and_every_cell_its_column(complete: RunDir) -> None:
     page = (complete.path / "report.html").read_text()
-    for name in ("validation", "loss", "replay"):
+    for name in ("validation", "forecast", "loss", "replay"):
         assert all(f'<svg class="{screen}"' in page for screen in ("wide", "narrow"))
         assert page.count(f'aria-label="{name}"') == 2
     cells = re.findall(r"<td([^>]*)>", page.split("<h2>Configuration")[0])
