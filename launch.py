@@ -78,6 +78,41 @@ def resume(request: ResumeRequest) -> None:
 
 
 @app.command(rich_help_panel=BEFORE)
+def fork(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    step: Annotated[str, typer.Argument(help="One of its checkpoints: N or step-N; `list RUN` shows them.")],
+    name: Annotated[str, typer.Argument(help="The new run.")],
+) -> None:
+    """Begin a new run with a checkpoint of another run, such as a final decay."""
+    from launcher.fork_run import fork as make_fork
+
+    _console()
+    print(f"continue it with: {make_fork(run, step, name)}")
+
+
+@app.command(rich_help_panel=AFTERWARDS)
+def soup(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    last: Annotated[
+        Optional[int], typer.Option(metavar="K", help="Merge the newest K checkpoints; default: all there are.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(metavar="SHAPE", help="uniform, or 1-sqrt: the weights of such a decay.")
+    ] = "1-sqrt",
+    keep: Annotated[Optional[str], typer.Option(metavar="NEW", help="Keep the merge, as the run NEW.")] = None,
+) -> None:
+    """Merge checkpoints of a run, and validate the merge beside the newest one."""
+    from rich.console import Console
+
+    from launcher.merge_run import soup as merge
+
+    _console()
+    found = merge(run, last, shape, keep)
+    Console().print(found.table())
+    print(f"kept: {found.kept.path}" if found.kept else "not kept: --keep NEW keeps it as the run NEW")
+
+
+@app.command(rich_help_panel=BEFORE)
 @options_from(PlanRequest, arguments=("recipe", "overrides"))
 def plan(request: PlanRequest) -> None:
     """Say what a run trains, whether it fits and how long it takes."""

@@ -1,6 +1,7 @@
 """runs/NAME: the one place that knows where a run keeps what.
 
 by the launcher: spec.json run.yaml config.yaml env.json command.txt version.txt
+by `launch.py fork` and `soup`: origin.json
 before the first step, where the corpora are: data.json blend.json base.json
 during the run: gates.json step0.json first-validation.npz metrics.jsonl status.json system.jsonl logs/attempt-N/ tb/
     checkpoints/step-N/ logger-SERVICE.json (where log.loggers names one)
@@ -26,6 +27,8 @@ from common.commands import launch_command
 from common.environment.merge import Setting
 from common.errors import UserError, unknown_name
 from common.files import write_atomic
+from common.origin import FILE_NAME as ORIGIN
+from common.origin import read_origin
 from common.spec import RunSpec
 from common.version import code_version
 
@@ -52,6 +55,7 @@ class RunDir:
         self.blend = self.path / "blend.json"
         self.ledger = self.path / "ledger.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.origin = self.path / ORIGIN
         self.first_validation = self.path / "first-validation.npz"
         self.status = self.path / "status.json"
         self.forecast = self.path / "forecast.json"
@@ -314,11 +318,21 @@ def _numbered(name: str, root: Path) -> list[Path]:
 
 
 def check_resumable(run: RunDir) -> None:
-    """Check that the run has a complete checkpoint; to be called where its checkpoints are.
+    """Check that the run has a complete checkpoint to train on from; to be called where its checkpoints are.
 
     Raises:
-        UserError: it has none.
+        UserError: it has none, or only one that was merged of others.
     """
+    origin = read_origin(run.origin)
+    if origin is not None and origin.kind == "merge":
+        export = launch_command("convert", "export", str(run.path), f"models/{run.name}")
+        raise UserError(
+            f"{run.path} was merged of several checkpoints, and training cannot continue from it",
+            expected="a checkpoint with the state of the optimizer",
+            found=f"{origin.describe()}; a merge has weights only",
+            do=f"{launch_command('fork', origin.run, str(origin.steps[-1]), 'NAME')} for a checkpoint of its run; or"
+            f" {export}, and a new run with resume.base=models/{run.name}",
+        )
     if not run.complete_checkpoints():
         raise UserError(
             f"nothing to resume in {run.path}",

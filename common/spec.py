@@ -36,6 +36,9 @@ class RunSpec:
         retries: how often a run that failed is started again, from its newest checkpoint.
         retry_wait: seconds before each of these starts.
         overrides: NeMo-Run `path=value` words, applied in order.
+        validate: checkpoints to validate in place of training, first the one to compare the last one with; set by
+            launcher/merge_run.py.
+        first_validation: first-validation.npz of the run that these checkpoints belong to.
         attempt: which attempt at this run it is, from 1; set by the launcher.
         elsewhere: the ranks start on other machines, or in a container: they check the machine, choose the micro batch
             and record the data themselves; set by the launcher.
@@ -60,6 +63,8 @@ class RunSpec:
     retries: int = 0
     retry_wait: float = 10.0
     overrides: tuple[str, ...] = ()
+    validate: tuple[str, ...] = ()
+    first_validation: str = ""
     attempt: int = 1
     elsewhere: bool = False
 
@@ -69,7 +74,8 @@ class RunSpec:
     @classmethod
     def from_json(cls, text: str) -> RunSpec:
         row = parse_json(text)
-        return cls(**{**row, "overrides": tuple(row["overrides"])})
+        lists = {name: tuple(row.get(name, ())) for name in ("overrides", "validate")}
+        return cls(**{**row, **lists})
 
     @property
     def resume_command(self) -> str:

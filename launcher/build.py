@@ -112,6 +112,26 @@ def resume_from(built: Built, folder: RunDir, checkpoint: Path, spec: RunSpec) -
     log.info("resume: from %s, weights, optimizer state and data position", checkpoint)
 
 
+def validate_only(partial: run.Partial, folder: RunDir, spec: RunSpec) -> None:
+    """Let the recipe validate `spec.validate` and train nothing."""
+    import nemo_run as run
+    from nemo import lightning as nl
+
+    from training.validate_checkpoints import ValidateCheckpoints
+
+    callback = run.Config(
+        ValidateCheckpoints,
+        checkpoints=list(spec.validate),
+        first_validation=spec.first_validation or None,
+        run_dir=str(folder.path),
+    )
+    partial.trainer.callbacks = [*partial.trainer.callbacks, callback]
+    partial.resume.base = None
+    partial.resume.restore_config = run.Config(
+        nl.RestoreConfig, path=spec.validate[0], load_optim_state=False, load_artifacts=False
+    )
+
+
 def to_yaml(partial: run.Partial) -> str:
     """The resolved configuration, every class and function by its name."""
     import yaml

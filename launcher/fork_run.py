@@ -1,4 +1,7 @@
-"""`resume RUN --from step-N`: a new run that continues from an older checkpoint; the first run stays as it is."""
+"""`fork RUN STEP NAME` and `resume RUN --from step-N`: a new run that continues from a checkpoint of another one.
+
+The first run stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,57 @@ import dataclasses
 import json
 import logging
 import os
+import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from common.checkpoint_files import LIST
 from common.commands import launch_command
 from common.errors import UserError
-from common.files import write_atomic
-from common.rundir import RunDir, checkpoint_step
+from common.files import file_sha256, write_atomic
+from common.origin import Origin, read_origin
+from common.run_status import INTERRUPTED, RunStatus
+from common.rundir import RUNS, RunDir, check_resumable, check_run_name, checkpoint_step, find_run
+from recipes.resolve import resolve
 
+PLATEAUS = ("stable", "constant")  # phases of a schedule that can be left by a decay at any step
+DECAY = 0.15  # of the steps of the run that it ends, as in the profile `wsd`
 log = logging.getLogger("launch")
+
+
+def fork(name: str, checkpoint: str, new_name: str, root: Path = RUNS) -> str:
+    """Make a run that begins with a checkpoint of another one.
+
+    Args:
+        name: the run, NAME or runs/NAME.
+        checkpoint: step-N, or N.
+        new_name: of the new run, beside the first one.
+
+    Returns:
+        the command that continues it; from a plateau of the learning rate, with a decay to the end of the run.
+
+    Raises:
+        UserError: there is no such run or complete checkpoint, or the new name cannot be used.
+    """
+    run = find_run(name, root)
+    check_run_name(new_name)
+    source = find_step(run, checkpoint)
+    new = make_fork(run, source, new_name)
+    words = decay_words(new, checkpoint_step(source))
+    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words)
+
+
+def decay_words(run: RunDir, step: int) -> list[str]:
+    """Overrides with which the learning rate decays from `step` on; none where it is not on a plateau there."""
+    schedule = resolve(run.spec()).plan.learning_rate()
+    plateau = next((phase for phase in schedule.phases() if phase.name in PLATEAUS), None)
+    if plateau is None or step < plateau.first or (plateau.end is not None and step > plateau.end):
+        log.info("fork: schedule %s has no plateau at step %d; the new run keeps the schedule", schedule.kind, step)
+        return []
+    length = max(1, round(DECAY * step / (1 - DECAY)))
+    return [f"fork_step={step}", f"decay_steps={length}", f"max_steps={step + length}"]
 
 
 @contextlib.contextmanager
@@ -30,17 +74,8 @@ def forked(run: RunDir, checkpoint: str, name: str | None) -> Iterator[RunDir]:
     Raises:
         UserError: there is no such complete checkpoint, or the new run's name is in use.
     """
-    source = _find(run, checkpoint)
-    new = RunDir(name or f"{run.name}-from-{source.name}", run.path.parent)
-    if Path(new.name).name != new.name or new.path.exists():
-        raise UserError(
-            f"{new.name!r} cannot name the new run",
-            expected="a plain folder name that is not in use",
-            found=f"{new.path} exists" if new.path.exists() else repr(new.name),
-            do=f"--name {run.name}-2",
-        )
-    _copy(run, source, new)
-    log.info("fork: %s continues from %s; %s stays as it is", new.path, source, run.path)
+    source = find_step(run, checkpoint)
+    new = make_fork(run, source, name or f"{run.name}-from-{source.name}")
     try:
         yield new
     finally:
@@ -48,7 +83,12 @@ def forked(run: RunDir, checkpoint: str, name: str | None) -> Iterator[RunDir]:
             shutil.rmtree(new.path)
 
 
-def _find(run: RunDir, checkpoint: str) -> Path:
+def find_step(run: RunDir, checkpoint: str) -> Path:
+    """The complete checkpoint `step-N` or `N` of a run.
+
+    Raises:
+        UserError: there is none.
+    """
     there = {path.name: path for path in run.complete_checkpoints()}
     wanted = checkpoint if checkpoint.startswith("step-") else f"step-{checkpoint}"
     if wanted in there:
@@ -57,19 +97,64 @@ def _find(run: RunDir, checkpoint: str) -> Path:
         f"run {run.name} has no complete checkpoint {wanted}",
         expected="one of " + ", ".join(there) if there else f"a checkpoint that was written to the end in {run.path}",
         found=repr(checkpoint),
-        do=f"--from {list(there)[-1]}" if there else launch_command("list", run.name),
+        do=f"{list(there)[-1]} is the newest" if there else launch_command("list", run.name),
     )
 
 
-def _copy(run: RunDir, checkpoint: Path, new: RunDir) -> None:
-    """The checkpoint, the records of the run, and its metrics up to the checkpoint.
+def make_fork(run: RunDir, checkpoint: Path, name: str) -> RunDir:
+    """A new run beside `run`, with its checkpoint, its records, and its metrics up to the checkpoint.
 
     The checkpoint's files are hard links where the file system has them: they take no space, and removing those of one
     run leaves those of the other.
+
+    Raises:
+        UserError: the name is in use, or `run` holds a merge, which has no state of the optimizer.
     """
+    check_resumable(run)
+    new = RunDir(name, run.path.parent)
+    check_unused(new, f"{run.name}-2")
     shutil.copytree(checkpoint, new.checkpoints / checkpoint.name, copy_function=_link_or_copy)
+    copy_records(run, checkpoint, new)
+    make_origin(run, [checkpoint]).write(new.origin)
+    record_state(new, INTERRUPTED, checkpoint_step(checkpoint))
+    log.info("fork: %s continues from %s; %s stays as it is", new.path, checkpoint, run.path)
+    return new
+
+
+def check_unused(new: RunDir, example: str) -> None:
+    """Check that a run of this name can be made.
+
+    Raises:
+        UserError: it exists, or the name is a path.
+    """
+    if Path(new.name).name != new.name or new.path.exists():
+        raise UserError(
+            f"{new.name!r} cannot name the new run",
+            expected="a plain folder name that is not in use",
+            found=f"{new.path} exists" if new.path.exists() else repr(new.name),
+            do=f"another name, such as {example}",
+        )
+
+
+def make_origin(run: RunDir, checkpoints: list[Path], weights: tuple[float, ...] = (), shape: str = "") -> Origin:
+    """The origin of a new run: a fork of one checkpoint, or a merge of several with these weights."""
+    lists = [checkpoint / LIST for checkpoint in checkpoints]
+    return Origin(
+        kind="merge" if weights else "fork",
+        run=str(run.path),
+        steps=tuple(map(checkpoint_step, checkpoints)),
+        weights=weights,
+        shape=shape,
+        files=tuple(file_sha256(path) if path.is_file() else "" for path in lists),
+        earlier=read_origin(run.origin),
+    )
+
+
+def copy_records(run: RunDir, checkpoint: Path, new: RunDir) -> None:
+    """Copy the records of a run up to one of its checkpoints, and what that checkpoint's weights have read."""
+    new.path.mkdir(parents=True, exist_ok=True)
     records = (run.config, run.env, run.version, run.data, run.blend, run.base, run.gates, run.step0)
-    for file in (*records, run.first_validation):
+    for file in (*records, run.first_validation, checkpoint / "run" / run.ledger.name):
         if file.is_file():
             shutil.copy2(file, new.path / file.name)
     write_atomic(new.spec_file, dataclasses.replace(run.spec(), name=new.name, attempt=0).to_json())
@@ -77,6 +162,12 @@ def _copy(run: RunDir, checkpoint: Path, new: RunDir) -> None:
         rows = [line for line in run.metrics.read_text().splitlines() if line.strip()]
         kept = [line for line in rows if json.loads(line)["step"] <= checkpoint_step(checkpoint)]
         write_atomic(new.metrics, "".join(line + "\n" for line in kept))
+
+
+def record_state(run: RunDir, phase: str, step: int) -> None:
+    """Write how a run was made, and the state in which `list` and `monitor` show it."""
+    write_atomic(run.command, shlex.join([sys.executable, *sys.argv]) + "\n")
+    RunStatus(phase=phase, attempt=0, step=step, max_steps=resolve(run.spec()).plan.max_steps).write(run.status)
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -116,6 +116,10 @@ def _start_or_resume(built: build.Built, folder: RunDir, spec: RunSpec, where: R
             log.warning("resume: an unfinished checkpoint is set aside as %s; older ones are deleted", aside)
     if built.partial.resume.resume_from_path is not None:  # the launcher's process did it
         return
+    if spec.validate:
+        stages.set_stages(built.partial, built.plan, attempt=spec.attempt)
+        build.validate_only(built.partial, folder, spec)
+        return
     checkpoint = _agreed_checkpoint(folder, folder.attempt(spec.attempt) / "resume-from", where)
     if checkpoint is not None:
         build.resume_from(built, folder, checkpoint, spec)
@@ -178,7 +182,7 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
         if not isinstance(stop.__context__, KeyboardInterrupt):
             raise
         return _stopped(folder, spec, where, together=False)
-    if where.rank == 0:
+    if where.rank == 0 and not spec.validate:
         log.info("checkpoint: %s", folder.complete_checkpoints()[-1])
         log.info("logs:       %s", attempt)
         log.info("metrics:    %s", folder.metrics)

@@ -35,7 +35,7 @@ class RunRequest:
     devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
     nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
     retries: int | None = option(
-        "Start a failed run again so often, from its newest checkpoint (--retries 3).", metavar="N", default=None
+        "Start a failed run again so often, from its newest checkpoint.", metavar="N", default=None
     )
     retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
     change_blend: bool = option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.files import write_atomic
 from common.rundir import RUNS, find_run
+from recipes.merge_weights import SHAPES, merge_weights
 from recipes.plan import Shape
 from recipes.qwen25 import QWEN25_500M
 from report.analysis import compute_changes
@@ -87,8 +88,8 @@ def make_passport(run: str | Path, *, quick: bool = False, root: Path = RUNS) ->
 def check_files(files: RunFiles, *, quick: bool = False) -> Passport:
     """The passport of a run whose files have been read."""
     items = (_gates(files), *_model(files), _tokenizer(files), *_loss_mask(files), _documents(files), _step0(files))
-    items = (*items, _data(files, quick), _changes(files), *check_ledger(files), _version(files.version))
-    items = (*items, _export(files))
+    items = (*items, _data(files, quick), _changes(files), *check_ledger(files))
+    items = (*items, *_origin(files), _version(files.version), _export(files))
     return Passport(files.run.name, files.run.path / "passport.json", items)
 
 
@@ -250,6 +251,21 @@ def _changes(files: RunFiles) -> Item:
     if unpaired := [change.domain for change in changes if not change.paired and change.step != change.base_step]:
         return Item(name, "unknown", expected, "no paired standard error is recorded for " + ", ".join(unpaired))
     return Item(name, "pass", expected, "; ".join(f"{c.domain} {c.text} nats {c.verdict}" for c in changes))
+
+
+def _origin(files: RunFiles) -> Iterator[Item]:
+    """A fork or a merge: which checkpoints, and of a merge whether their weights are those of its shape."""
+    if "origin.json" not in files.records:
+        return
+    name, origin = "origin", files.origin
+    if origin is None:
+        yield Item(name, "fail", "the checkpoints that it was made of", "origin.json cannot be read")
+        return
+    expected, right = "the checkpoint that it was forked from", True
+    if origin.kind == "merge":
+        expected = f"the checkpoints that were merged, with {origin.shape} weights"
+        right = origin.shape in SHAPES and list(origin.weights) == merge_weights(origin.steps, origin.shape)
+    yield _item(name, right, expected, origin.describe() + ("" if right else ": not the weights of that shape"))
 
 
 def _version(version: str) -> Item:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.json_files import parse_json
+from common.origin import Origin, parse_origin
 from common.run_status import RunStatus, read_status
 from common.rundir import RunDir
 from common.small_files import parse_yaml
@@ -23,11 +24,12 @@ RECORDS = {
     "blend.json": "domains and replay share",
     "ledger.json": "what was read in which stage",
     "base.json": "the weights it started from",
+    "origin.json": "the checkpoints that it was forked or merged from",
     "step0.json": "the comparison with Hugging Face's loss at step 0",
     "export.json": "the comparison of the exported model with its checkpoint",
 }
-# a run from scratch has none of these; the ledger comes with the first checkpoint
-FOR_CONTINUED = ("blend.json", "base.json", "step0.json", "export.json", "ledger.json")
+# a run from scratch has none of these; the ledger comes with the first checkpoint, the origin with `fork` and `soup`
+FOR_CONTINUED = ("blend.json", "base.json", "step0.json", "export.json", "ledger.json", "origin.json")
 
 
 @dataclass
@@ -59,6 +61,11 @@ class RunFiles:
     status: RunStatus | None = None
     system: SystemFacts = field(default_factory=SystemFacts)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def origin(self) -> Origin | None:
+        """What the run was forked or merged from."""
+        return parse_origin(self.records.get("origin.json"))
 
     @property
     def continued(self) -> bool:

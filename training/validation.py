@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 log = logging.getLogger("launch")
+Found = dict[str, tuple[float, DocumentLosses]]  # domain -> loss (nats per token), and its sums by document
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class DomainValidation(pl.Callback):
         self._samples: dict[str, ValidationSamples] = {}
         self._first: tuple[int, dict[str, DocumentLosses]] | None = None  # step and losses of the first validation
         self._last_step = -1
+        self.only_when_asked = False  # another callback calls `measure`
 
     @classmethod
     def replace_lightning_loop(cls, trainer: pl.Trainer) -> DomainValidation:
@@ -81,7 +83,7 @@ class DomainValidation(pl.Callback):
         return validation
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.batches and trainer.global_step == 0:
+        if self.batches and trainer.global_step == 0 and not self.only_when_asked:
             self._validate(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -97,17 +99,10 @@ class DomainValidation(pl.Callback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the time of training steps that still compute is not validation's
         start, data = time.perf_counter(), trainer.datamodule
-        if not self._samples:
-            self._samples = {
-                name: load_samples(data, dataset, self.batches) for name, dataset in data.validation_sets().items()
-            }
         self._last_step = trainer.global_step
-        if not self._samples:  # paths to .bin files, without the manifest that names their domains
+        found = self.measure(trainer)
+        if not found:
             return
-        model = trainer.strategy.model
-        model.eval()
-        found = {name: measure_losses(model, samples, data) for name, samples in self._samples.items()}
-        model.train()
         losses = {name: loss for name, (loss, _) in found.items()}
         for checkpoint in (c for c in trainer.callbacks if isinstance(c, StepCheckpoint)):
             checkpoint.domain_losses = (trainer.global_step, losses)
@@ -115,14 +110,26 @@ class DomainValidation(pl.Callback):
             by_document = {name: documents for name, (_, documents) in found.items()}
             first_step, first = self._first_validation(trainer, by_document)
             rows = {
-                name: {
-                    **_measures(loss, data.domains[name]),
-                    **_errors(by_document[name], first.get(name), first_step),
-                }
+                name: domain_row(loss, by_document[name], data.domains[name], first.get(name), first_step)
                 for name, loss in losses.items()
             }
             self._report(trainer, rows, time.perf_counter() - start)
         VALIDATION_TIME.seconds += time.perf_counter() - start
+
+    def measure(self, trainer: pl.Trainer) -> Found:
+        """Measure every domain with the weights as they are. To be called on all ranks.
+
+        Nothing is measured where the data are paths to .bin files, without the manifest that names their domains.
+        """
+        data, model = trainer.datamodule, trainer.strategy.model
+        if not self._samples:
+            self._samples = {
+                name: load_samples(data, dataset, self.batches) for name, dataset in data.validation_sets().items()
+            }
+        model.eval()
+        found = {name: measure_losses(model, samples, data) for name, samples in self._samples.items()}
+        model.train()
+        return found
 
     def _first_validation(
         self, trainer: pl.Trainer, now: dict[str, DocumentLosses]
@@ -158,6 +165,13 @@ def _format_measures(row: dict[str, Any]) -> str:
     return f"{loss} | {ppl} | {bits} | {row['tokens']:,} tokens"
 
 
+def domain_row(
+    loss: float, now: DocumentLosses, manifest: Any, first: DocumentLosses | None, first_step: int
+) -> dict[str, Any]:
+    """What metrics.jsonl holds of one validation of a domain; common/domain_losses.py says what each number is."""
+    return {**_measures(loss, manifest), **_errors(now, first, first_step)}
+
+
 def _measures(loss: float, manifest: Any) -> dict[str, Any]:
     """Loss, perplexity and bits per byte from a loss in nats per token (end-of-document tokens included)."""
     split = manifest.splits["validation"]
@@ -166,7 +180,7 @@ def _measures(loss: float, manifest: Any) -> dict[str, Any]:
 
 
 def _errors(now: DocumentLosses, first: DocumentLosses | None, first_step: int) -> dict[str, Any]:
-    """What metrics.jsonl holds beside the measures; common/domain_losses.py says what each number is."""
+    """What a row holds beside the measures."""
     row: dict[str, Any] = {
         "tokens": round(float(now.tokens.sum())),
         "documents": int((now.tokens > 0).sum()),

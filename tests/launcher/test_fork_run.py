@@ -1,4 +1,4 @@
-"""`resume RUN --from step-N`: a new run with the older checkpoint, its records, and the metrics up to there."""
+"""`fork` and `resume RUN --from step-N`: a new run with the older checkpoint, its records and metrics up to there."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
+from common.origin import Origin, read_origin
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher.fork_run import forked
+from launcher.fork_run import fork, forked
 
 
 @pytest.fixture
@@ -49,9 +50,30 @@ def test_nothing_stays_of_a_launch_that_started_nothing(run: RunDir) -> None:
 def test_what_cannot_be_forked(run: RunDir) -> None:
     with pytest.raises(UserError, match="no complete checkpoint step-11") as error, forked(run, "11", None):
         pass
-    assert error.value.do == "--from step-20"
+    assert error.value.do == "step-20 is the newest"
     with pytest.raises(UserError, match="cannot name the new run"), forked(run, "10", "r"):
         pass
+
+
+def test_a_fork_says_where_it_comes_from_and_how_it_goes_on(run: RunDir) -> None:
+    """A fork of a fork names both; from a plateau the command lets the learning rate decay."""
+    root = run.path.parent
+    assert fork("r", "20", "second", root).endswith(f"launch.py resume {root / 'second'}")
+    wsd = ("optim.lr_scheduler.kind=wsd", "optim.lr_scheduler.decay_end=None", "optim.lr_scheduler.warmup_steps=5")
+    second = RunDir("second", root)
+    second.spec_file.write_text(RunSpec(recipe="qwen25_tiny", name="second", overrides=wsd).to_json())
+    assert fork("second", "step-20", "third", root).endswith("third fork_step=20 decay_steps=4 max_steps=24")
+    origin = read_origin(RunDir("third", root).origin)
+    assert origin is not None and origin.describe() == (
+        f"forked from {root / 'second'} at step 20; {root / 'second'} was forked from {run.path} at step 20"
+    )
+
+
+def test_a_merge_cannot_be_trained_on(run: RunDir) -> None:
+    Origin(kind="merge", run="runs/a", steps=(10, 20), weights=(0.5, 0.5), shape="uniform").write(run.origin)
+    with pytest.raises(UserError, match="merged of several checkpoints") as error:
+        fork("r", "20", "other", run.path.parent)
+    assert "fork runs/a 20 NAME" in error.value.do
 
 
 def test_the_command_of_each_attempt_is_kept(run: RunDir) -> None:

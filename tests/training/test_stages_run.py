@@ -18,6 +18,7 @@ from tests.training.conftest import SHORT
 pytestmark = pytest.mark.nemo
 
 STEPS, SWITCH, TOKENS = 8, 4, 4 * 256
+SOUP = "soup/checkpoints/step-8"
 
 
 def _blend(sample: Path) -> dict[str, Any]:
@@ -129,6 +130,46 @@ def _check_report_and_passport(run: RunDir) -> None:
         ("all", 6, "code", 7 * 256, True),
         ("all", 6, "prose", 256, True),
     ]
+
+
+def _merged_tensors(folder: Path) -> list[float]:
+    """Largest difference of each tensor of the kept merge from the mean of its two checkpoints."""
+    from convert.nemo import NeMoCheckpoint
+    from convert.tensor_map import rows
+
+    first, second, merged = (
+        NeMoCheckpoint(folder / "runs" / name) for name in ("run/checkpoints/step-6", "run/checkpoints/step-8", SOUP)
+    )
+    names = [row.megatron for row in rows(merged.arch)]
+    means = {name: 0.5 * first.tensor(name) + 0.5 * second.tensor(name) for name in names}
+    assert any(not means[name].equal(second.tensor(name)) for name in names)
+    return [float((merged.tensor(name) - means[name]).abs().max()) for name in names]
+
+
+def _make_soup() -> dict[str, float]:
+    """Merge the last two checkpoints; the losses that were measured of the newest one."""
+    from launcher.merge_run import soup
+
+    return {name: row["loss"] for name, row in soup("run", 2, "uniform", "soup").newest.items()}
+
+
+def test_a_merge_is_validated_on_the_same_samples(folder: Path) -> None:
+    """The newest checkpoint measures what its run measured, to the last bit; the kept merge is a run of its own."""
+    run, kept = RunDir("run", folder / "runs"), RunDir("soup", folder / "runs")
+    measured = call_in_fork(_make_soup, cwd=folder)
+    assert max(call_in_fork(_merged_tensors, folder, cwd=folder)) < 1e-7
+    rows = [json.loads(line)["validation"] for line in kept.metrics.read_text().splitlines() if '"validation"' in line]
+    first, newest, merged = rows[0]["code"], rows[-2], rows[-1]["code"]
+    assert measured == {name: row["loss"] for name, row in newest.items()}
+    assert merged["tokens"] == newest["code"]["tokens"] and merged["loss"] != newest["code"]["loss"]
+    assert merged["change"] == pytest.approx(merged["loss"] - first["loss"])
+    assert sorted(path.name for path in run.path.parent.iterdir() if path.name.startswith(".soup")) == []
+
+    from report.passport import make_passport
+
+    item = next(item for item in make_passport(kept.path).items if item.name == "origin")
+    assert item.state == "pass" and "steps 6 (0.500), 8 (0.500)" in item.found
+    assert call_in_fork(_launch, "resume", "soup", "max_steps=9", cwd=folder) == UserError.exit_code
 
 
 def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[int]]]:
