@@ -2,7 +2,7 @@
 
 Its tables are in docs/measurements/one-gpu-throughput.md and docs/measurements/cpu-throughput.md.
 
-    python -m bench.compare [--case NAME ...] [--rounds 2] [--peer-path PATH] [--json FILE]
+    python -m bench.compare [--case NAME ...] [--rounds 2] [--skip-stock] [--peer-path PATH] [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5
 
 Each case runs stock NeMo once, then our recipe and the peer alternately `--rounds` times, each in a process of its
@@ -29,12 +29,13 @@ CASES = {
     "318M, 8 x 4": (_REDUCED_12_GROUPS, 8, 8, 32, 20),
     "318M, 16 x 4": (_REDUCED_12_GROUPS, 16, 16, 64, 10),
     "494M tied, 8 x 4": (["--recipe", "qwen25_500m"], 8, 8, 32, 10),
+    "494M tied, 32 x 16, seq 1024": (["--recipe", "qwen25_500m", "data.seq_length=1024"], 32, 8, 512, 3),
 }
 CPU = "1.3M on the CPU"
 CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)
 
 
-def list_commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
+def list_commands(case: str, rounds: int, stock_too: bool = True) -> list[tuple[str, list[str]]]:
     """("stock", "ours" or "peer", arguments after `python -m`) of one case, in the order in which they run."""
     recipe, micro, stock_micro, total, steps = CASES[case]
     batch = [*recipe, f"data.global_batch_size={total}", "--steps", str(steps)]
@@ -48,7 +49,7 @@ def list_commands(case: str, rounds: int) -> list[tuple[str, list[str]]]:
     ]
     ours = ["bench.throughput", *batch, f"data.micro_batch_size={micro}"]
     peer = ["bench.peer_hf", *batch, f"data.micro_batch_size={micro}"]
-    return [("stock", stock)] + [("ours", ours), ("peer", peer)] * rounds
+    return [("stock", stock)] * stock_too + [("ours", ours), ("peer", peer)] * rounds
 
 
 def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[st
     for name in ("stock", "ours", "peer"):
         results = [result for other, result in runs if other == name]
         errors = [result["error"] for result in results if "error" in result]
+        if not results:
+            continue
         if errors:
             found[f"{name}_error"] = errors[0]
             continue
@@ -96,22 +99,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all cases of the GPU")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--skip-stock", action="store_true", help="only our recipe and the peer")
     parser.add_argument("--peer-path", help="PYTHONPATH of the peer's processes")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
     rows, everything = [], {}
-    for case in args.case or [name for name in CASES if name != CPU]:
-        commands = list_commands(case, args.rounds)
-        paths = [args.peer_path if name == "peer" else None for name, _ in commands]
-        results = measure_in_turns(
-            [command for _, command in commands], sys.stderr, paths, at_once=1 if case == CPU else 6
-        )
-        runs = [(name, result) for (name, _), result in zip(commands, results, strict=True)]
+    cases = args.case or [name for name in CASES if name != CPU]
+    commands = [(case, *one) for case in cases for one in list_commands(case, args.rounds, not args.skip_stock)]
+    paths = [args.peer_path if name == "peer" else None for _, name, _ in commands]
+    at_once = 1 if CPU in cases else 6
+    results = measure_in_turns([command for _, _, command in commands], sys.stderr, paths, at_once)
+    for case in cases:
+        runs = [(name, found) for (of, name, _), found in zip(commands, results, strict=True) if of == case]
         everything[case] = runs
         rows.append(summarize_case(case, runs))
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps({"rows": rows, "runs": everything}, indent=1) + "\n")
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows, "runs": everything}, indent=1) + "\n")
     print(format_table(rows))
 
 

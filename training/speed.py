@@ -16,7 +16,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
 from training.async_read import AsyncRead
-from training.fast import lm_head, qkv, wgrad
+from training.fast import embedding, layers, lm_head, mlp, qkv, wgrad
 from training.fast.graph import GraphedSchedule
 from training.fast.loss import SyncFreeLossReduction
 from training.fast.optimizer import DeviceStep
@@ -36,6 +36,11 @@ class Speed(pl.Callback):
         fused_lm_head: compute output layer and cross-entropy in one function (training/fast/lm_head.py). Needs tensor
             and pipeline parallel size 1.
         fused_qkv: split and rotate the output of the QKV projection in one pass (training/fast/qkv.py).
+        fused_norm: add the residual and normalise in one pass (training/fast/layers.py). Needs tensor and pipeline
+            parallel size 1.
+        fused_mlp: compute SwiGLU in the matrix products, with QuACK (training/fast/mlp.py). Needs `fused_norm`.
+        fused_embedding: add the embedding's gradient row by row (training/fast/embedding.py). Needs tensor and pipeline
+            parallel size 1.
         device_step: clip gradients, run AdamW and check for NaN without a host sync (training/fast/optimizer.py).
         cuda_graph: capture a micro batch once and replay it (training/fast/graph.py). Needs `trainer.strategy.
             use_te_rng_tracker` with Transformer Engine, and pipeline parallel size 1.
@@ -49,6 +54,9 @@ class Speed(pl.Callback):
         sync_free_log: bool = False,
         fused_lm_head: bool = False,
         fused_qkv: bool = False,
+        fused_norm: bool = False,
+        fused_mlp: bool = False,
+        fused_embedding: bool = False,
         device_step: bool = False,
         cuda_graph: bool = False,
         gc_freeze: bool = False,
@@ -56,6 +64,7 @@ class Speed(pl.Callback):
         self.sync_free_loss, self.sync_free_log = sync_free_loss, sync_free_log
         self.fused_lm_head, self.device_step = fused_lm_head, device_step
         self.fused_qkv, self.cuda_graph, self.gc_freeze = fused_qkv, cuda_graph, gc_freeze
+        self.fused_norm, self.fused_mlp, self.fused_embedding = fused_norm, fused_mlp, fused_embedding
         self._device_step: DeviceStep | None = None
         self._schedule: GraphedSchedule | None = None
         self._delayed_log: DelayedLog | None = None
@@ -70,12 +79,21 @@ class Speed(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bind the fused functions to the built model."""
-        config = pl_module.config
-        for model in map(_find_gpt, trainer.strategy.megatron_parallel):
-            if self.fused_lm_head and _usable("fused_lm_head", _problem_with_sharding()):
-                lm_head.bind(model, bool(config.gradient_accumulation_fusion))
+        config, sharded = pl_module.config, _problem_with_sharding()
+        into_main_grad = bool(config.gradient_accumulation_fusion)
+        for chunk in trainer.strategy.megatron_parallel:
+            model = _find_gpt(chunk)
+            if self.fused_lm_head and _usable("fused_lm_head", sharded):
+                lm_head.bind(model, into_main_grad)
             if self.fused_qkv and _usable("fused_qkv", qkv.find_problem(config)):
                 qkv.bind(model)
+            if self.fused_embedding and _usable("fused_embedding", sharded or embedding.find_problem(config)):
+                embedding.bind(model)
+            ddp_config = get_attr_wrapped_model(chunk, "ddp_config")
+            if self.fused_norm and _usable("fused_norm", sharded or layers.find_problem(config, ddp_config)):
+                layers.bind(model, into_main_grad)
+                if self.fused_mlp and _usable("fused_mlp", mlp.find_problem(config)):
+                    mlp.bind(model)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]

@@ -13,7 +13,7 @@ import nemo_run as run
 from nemo.collections.llm.gpt.model.base import HAVE_TE
 
 from recipes.build.changes import apply_changes
-from training.fast import wgrad
+from training.fast import mlp, wgrad
 
 TE_LOSS = (2, 11)  # Transformer Engine 2.9 and 2.10: wrong gradients at micro batch > 1 with an uneven mask
 
@@ -44,7 +44,10 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         found.append(
             ("speed.fused_lm_head", True, "output layer and loss in one function: fewer passes over the logits")
         )
+        if wgrad.is_available():
+            found.append(("speed.fused_embedding", True, "the embedding's gradient added row by row"))
     if one_rank and strategy.context_parallel_size == 1:
+        found.append(("speed.fused_norm", True, "residual addition and norm in one pass, forward and backward"))
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
         for name, reason in {
             "overlap_grad_reduce": "a captured backward pass holds no communicator: gradients are summed after it",
@@ -52,6 +55,8 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         }.items():
             if isinstance(strategy.ddp, run.Config) and getattr(strategy.ddp, name):
                 found.append((f"trainer.strategy.ddp.{name}", False, reason))
+        if HAVE_TE and mlp.is_installed():
+            found.append(("speed.fused_mlp", True, "SwiGLU in the epilogues of the matrix products"))
         if HAVE_TE:
             reason = "random states that a CUDA graph can hold"
             found += [

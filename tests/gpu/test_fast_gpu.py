@@ -63,6 +63,124 @@ def test_weight_gradient_into_fp32() -> None:
     assert (main_grad - exact).norm() / exact.norm() < 1e-4
 
 
+def _with_main_grads(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Weights on the GPU with Megatron's fp32 gradient buffers, all zero."""
+    weights = [(0.05 * torch.randn(shape, device="cuda")).to(dtype).requires_grad_() for shape in shapes]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    return weights
+
+
+def _error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("width", [896, 2048, 768])
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_add_norm_kernels(width: int, with_delta: bool) -> None:
+    """bf16 against float64 through torch's own functions; 517 rows do not fill the last program."""
+    from training.fast.layers import AddNorm
+
+    (weight,) = _with_main_grads((width,))
+    residual, delta = (torch.randn(47, 11, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    grads = [torch.randn_like(residual) for _ in range(2)]
+    given = [residual.requires_grad_(), delta.requires_grad_() if with_delta else None]
+    total, normed = AddNorm.apply(*given, weight, 1e-6, True)  # type: ignore[no-untyped-call]
+    torch.autograd.backward([total, normed], grads)
+    exact = [x.detach().double().requires_grad_() for x in (residual, delta, weight)]
+    rounded = total.detach().double().requires_grad_()  # the total is rounded before it is normalised
+    out = rounded * (rounded.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * exact[2]
+    torch.autograd.backward([out], [grads[1].double()])
+    assert rounded.grad is not None and exact[2].grad is not None and residual.grad is not None
+    assert torch.equal(total, residual + delta if with_delta else residual)
+    assert _error(normed, out) < 3e-3
+    assert _error(residual.grad, rounded.grad + grads[0].double()) < 3e-3
+    assert _error(weight.main_grad, exact[2].grad) < 1e-5  # type: ignore[attr-defined]
+    if with_delta:
+        assert delta.grad is not None and torch.equal(delta.grad, residual.grad)
+
+
+def test_linear_with_bias_adds_its_gradients() -> None:
+    from training.fast.layers import Linear
+
+    weight, bias = _with_main_grads((1152, 896), (1152,))
+    x = torch.randn(301, 3, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(301, 3, 1152, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        Linear.apply(x, weight, bias).backward(grad)  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert _error(x.grad, 2 * grad.double() @ weight.double()) < 4e-3
+    flat, rows = x.detach().flatten(0, 1).double(), grad.flatten(0, 1).double()
+    assert _error(weight.main_grad, 2 * rows.t() @ flat) < 1e-4  # type: ignore[attr-defined]
+    assert _error(bias.main_grad, 2 * rows.sum(0)) < 1e-5  # type: ignore[attr-defined]
+
+
+def test_swiglu_in_the_epilogue() -> None:
+    """QuACK's matrix products against float64, with the gate's rows first as Megatron keeps them."""
+    from training.fast.mlp import SwiGLU, is_installed
+
+    if not is_installed():
+        pytest.skip("QuACK is not installed")
+    gate_up, down = _with_main_grads((2 * 4864, 896), (896, 4864))
+    x = torch.randn(1000, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(1000, 896, device="cuda", dtype=torch.bfloat16)
+    exact = [t.detach().double().requires_grad_() for t in (x, gate_up, down)]
+    gate, up = (exact[0] @ exact[1].t()).chunk(2, dim=1)
+    wanted = (torch.nn.functional.silu(gate) * up) @ exact[2].t()
+    wanted.backward(grad.double())
+    found = SwiGLU.apply(x, gate_up, down)  # type: ignore[no-untyped-call]
+    found.backward(grad)
+    assert x.grad is not None and all(t.grad is not None for t in exact)
+    assert _error(found, wanted) < 6e-3
+    assert _error(x.grad, exact[0].grad) < 6e-3  # type: ignore[arg-type]
+    assert _error(gate_up.main_grad, exact[1].grad) < 6e-3  # type: ignore[attr-defined, arg-type]
+    assert _error(down.main_grad, exact[2].grad) < 6e-3  # type: ignore[attr-defined, arg-type]
+
+
+def test_embedding_gradient_is_added_to_its_rows() -> None:
+    from training.fast.embedding import Embed
+
+    (weight,) = _with_main_grads((5000, 896))
+    tokens = torch.randint(40, (4, 512), device="cuda")  # each row many times
+    grad = torch.randn(4, 512, 896, device="cuda", dtype=torch.bfloat16)
+    Embed.apply(tokens, weight).backward(grad)  # type: ignore[no-untyped-call]
+    exact = torch.zeros(5000, 896, device="cuda", dtype=torch.float64)
+    exact.index_add_(0, tokens.flatten(), grad.flatten(0, 1).double())
+    assert _error(weight.main_grad, exact) < 1e-6  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_adamw_in_one_pass_is_torchs(offset: int) -> None:
+    """The same numbers as torch's fused AdamW, and their bf16 copies; at addresses that are not aligned too."""
+    from training.fast.kernels import AdamWTensors
+
+    shapes = [(1000, 37), (5,), (4096, 16)]
+
+    def make(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        flat = torch.randn(offset + sum(a * b for a, b in ((*shape, 1)[:2] for shape in shapes)), device="cuda")
+        pieces = flat.to(dtype)[offset:].split([shape[0] * (*shape, 1)[1] for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+    weights, grads, copies = make(), make(), make(torch.bfloat16)
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    theirs = [w.clone() for w in weights]
+    moments = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
+    divisor, skip = torch.full((), 1.7, device="cuda"), torch.zeros((), device="cuda")
+    ours = AdamWTensors(list(zip(weights, first, second, grads, copies, strict=True)))
+    numbers = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
+    for step in (1, 2, 3):
+        ours.step(divisor, skip, betas=(0.9, 0.95), step=step, **numbers)
+        torch._fused_adamw_(
+            theirs, [g.clone() for g in grads], *moments, [], [torch.full((), float(step), device="cuda")] * 3,
+            beta1=0.9, beta2=0.95, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip, **numbers,
+        )  # fmt: skip
+    before = [w.clone() for w in weights]
+    ours.step(divisor, torch.ones((), device="cuda"), betas=(0.9, 0.95), step=4, **numbers)  # a gradient is NaN
+    for mine, copy, their, kept in zip(weights, copies, theirs, before, strict=True):
+        assert torch.allclose(mine, their, rtol=1e-6, atol=1e-7)
+        assert torch.equal(copy, mine.bfloat16()) and torch.equal(mine, kept)
+
+
 def test_fast_and_plain_train_alike() -> None:
     """50 steps in bf16: five times closer to the plain path's losses than a plain run with a learning rate 1% higher.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +31,12 @@ class DeviceStep:
         self._divisor: torch.Tensor | None = None
         self._skip: torch.Tensor | None = None
         self._torch_adamw = isinstance(self.adam, torch.optim.AdamW)
-        if self._torch_adamw:
+        self._copies = _find_copies(self.inner)
+        self._tensors: dict[int, Any] = {}
+        if self._copies is not None and not self._torch_adamw:
+            self.adam.step = self._step_in_one_pass
+            self.inner._copy_main_params_to_model_params = lambda: None  # the same kernel wrote them
+        elif self._torch_adamw:
             self._make_fused()
         else:
             self.adam.step = self._step_of_te
@@ -77,8 +84,8 @@ class DeviceStep:
                 if "step" in self.adam.state[p]:  # a resumed run
                     self.adam.state[p]["step"] = self.adam.state[p]["step"].to(p.device)
 
-    def _step_of_te(self) -> None:
-        """Do one step of Transformer Engine's FusedAdam, on its own state, with the clip factor applied."""
+    def _groups_of_te(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, torch.Tensor]]]]:
+        """Count a step in each parameter group of Transformer Engine's FusedAdam: its parameters and their states."""
         for group in self.adam.param_groups:
             group["step"] = group.get("step", 0) + 1
             params = [p for p in group["params"] if p.grad is not None]
@@ -86,8 +93,34 @@ class DeviceStep:
             for p, state in zip(params, states, strict=True):
                 if not state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-            if not params:
-                continue
+            if params:
+                yield group, params, states
+
+    def _step_in_one_pass(self) -> None:
+        """Do one step of FusedAdam on its own state, with the clip factor, and write the bf16 weights as well."""
+        from training.fast.kernels import AdamWTensors
+
+        assert self._copies is not None and self._divisor is not None and self._skip is not None
+        for index, (group, params, states) in enumerate(self._groups_of_te()):
+            rows = [
+                (p.data, state["exp_avg"], state["exp_avg_sq"], p.grad, self._copies[p])
+                for p, state in zip(params, states, strict=True)
+            ]
+            if index not in self._tensors or self._tensors[index].moved(rows):
+                self._tensors[index] = AdamWTensors(rows)
+            self._tensors[index].step(
+                self._divisor,
+                self._skip,
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=group["step"],
+            )
+
+    def _step_of_te(self) -> None:
+        """Do one step of Transformer Engine's FusedAdam, on its own state, with the clip factor applied."""
+        for group, params, states in self._groups_of_te():
             count = torch.full((), float(group["step"]), device=params[0].device)
             torch._fused_adamw_(
                 params,
@@ -106,3 +139,21 @@ class DeviceStep:
                 grad_scale=self._divisor,
                 found_inf=self._skip,
             )
+
+
+def _find_copies(inner: Any) -> dict[torch.Tensor, torch.Tensor] | None:
+    """The slice of the bf16 weights that each fp32 weight of a DistributedOptimizer is copied to, on a GPU.
+
+    None if some of its weights have no such copy. As in its `_copy_main_params_to_model_params` (0.12 and 0.13).
+    """
+    if not hasattr(inner, "shard_fp32_from_float16_groups") or importlib.util.find_spec("triton") is None:
+        return None
+    copies: dict[torch.Tensor, torch.Tensor] = {}
+    for mains, models in zip(inner.shard_fp32_from_float16_groups, inner.model_float16_groups, strict=True):
+        for main, model in zip(mains, models, strict=True):
+            place = inner._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            index, _, bucket = inner.model_param_gbuf_map[model]
+            copies[main] = inner.buffers[index].buckets[bucket].param_data.view(-1)[place.start : place.end]
+    mains = [p for group in inner.optimizer.param_groups for p in group["params"]]
+    usable = mains and all(p in copies and p.is_cuda and copies[p].dtype == torch.bfloat16 for p in mains)
+    return copies if usable else None

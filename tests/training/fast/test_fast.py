@@ -43,6 +43,11 @@ LEVERS = {
     "speed.sync_free_loss=True": ("training.fast.loss:SyncFreeLossReduction.reduce", 1),
     "speed.fused_lm_head=True": ("training.fast.lm_head:linear_cross_entropy", 2),
     "speed.fused_qkv=True": ("training.fast.qkv:_rotate", 2 * 4 * 4),
+    "speed.fused_norm=True": ("training.fast.layers:AddNorm.forward", 2 * (2 * 4 + 1)),
+    "speed.fused_embedding=True model.config.gradient_accumulation_fusion=True": (
+        "training.fast.embedding:Embed.forward",
+        2,
+    ),
     "speed.device_step=True": ("training.fast.optimizer:DeviceStep.__call__", 1),
     "model.config.bias_activation_fusion=True": ("megatron.core.transformer.mlp:bias_swiglu_impl", 2 * 4),
     "model.config.bias_dropout_fusion=True": (
@@ -60,7 +65,7 @@ def test_each_lever_trains_as_the_plain_path_does(
     """fp32 on the CPU, same seed: the losses agree to 2e-5 (another order of sums, grown over the run)."""
     spied, least = LEVERS[lever]
     rows, calls = forked(
-        _counted, sample, spied, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", lever
+        _counted, sample, spied, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", *lever.split()
     )
     assert calls >= least * STEPS
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
