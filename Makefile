@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Some container images set it. Then every process compiles what it imports: 30 s of a CPU each time for NeMo.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check setup clean style types light every format imports
 
 setup: $(STAMP)

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests import fork_server
@@ -23,6 +24,9 @@ from tests import fork_server
 ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would all it starts
 os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # a machine that is shared is slow at times
+hypothesis.settings.load_profile("no deadline")
 
 SECONDS = {"slow": 30.0, "daemons": 20.0, "nemo": 8.0}  # of a test with this marker, on average
 

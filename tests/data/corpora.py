@@ -56,13 +56,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path, split: str) -> list[str]:
-    pair, found, start = open_pair(folder / split), [], 0
+    pair, rows, start = open_pair(folder / split), [], 0
     tokenizer = load_tokenizer(folder / "tokenizer")
     for length in pair.lengths.tolist():
         ids = pair.ids[start : start + length].tolist()
         assert ids[-1] == len(tokenizer) - 1 and ids[-1] not in ids[:-1]
-        found.append(tokenizer.decode(ids[:-1]))
+        rows.append(ids[:-1])
         start += length
+    found: list[str] = tokenizer.backend_tokenizer.decode_batch(rows, skip_special_tokens=False)
     return found
 
 

@@ -234,8 +234,12 @@ def test_profile_errors() -> None:
         profiles.schedule("wsd", 3)
 
 
-@pytest.mark.parametrize(("name", "steps"), [*((name, 200) for name in CANONICAL), ("rewarm_cosine", 1)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("rewarm_cosine", 1), ("polish", 200), ("wsd_stable", 200), ("wsd_sqrt", 200), ("infinite", 200)],
+)
 def test_picture(name: str, steps: int, tmp_path: Path) -> None:
+    """Every kind; a phase without an end, a fork, a run of one step."""
     plot(CANONICAL[name], steps, tmp_path / "lr.png")
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
 

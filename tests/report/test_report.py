@@ -17,9 +17,11 @@ import pytest
 
 from common.errors import UserError
 from common.rundir import RunDir
+from report import report
 from report.analysis import compute_changes, compute_tokens, find_spikes, percentile
 from report.evaluation.comparison import decide, make_row
 from report.evaluation.result import Evaluation
+from report.figures import draw_figures
 from report.passport import check_files
 from report.read import read_run
 from report.report import write_report
@@ -271,6 +273,17 @@ def test_a_phone_has_its_own_figures_and_every_cell_its_column(complete: RunDir)
     assert all("data-column=" in cell for cell in cells if "bar-cell" not in cell) and len(cells) > 30
 
 
+@pytest.fixture
+def fewer_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with names of domains and runs. A report takes seconds to draw; others of these tests draw it all."""
+
+    def draw(*args: Any) -> dict[str, list[Any]]:
+        return {name: versions for name, versions in draw_figures(*args).items() if name in ("validation", "replay")}
+
+    monkeypatch.setattr(report, "draw_figures", draw)
+
+
+@pytest.mark.usefixtures("fewer_figures")
 def test_names_are_escaped(tmp_path: Path) -> None:
     bad = "<script>alert('x')</script> & \" onload=\"alert(1) $a_b$ 散文"
     run = write_run(tmp_path, name="run & <b>", domains=("<i>code</i>", bad))
@@ -281,6 +294,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert bad in " ".join(seen.words) and "run & <b>" in seen.text and "</pre><script>1</script>" in seen.text
 
 
+@pytest.mark.usefixtures("fewer_figures")
 def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     write_run(tmp_path, "without", forgotten=0.97, share=0.0)
     run = write_run(tmp_path, "with", forgotten=0.12, share=0.25)
@@ -293,6 +307,7 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
 
 
+@pytest.mark.usefixtures("fewer_figures")
 def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     """By the record of its base, or by another loss before the first step."""
     run, other = write_run(tmp_path, "one"), write_run(tmp_path, "two")
@@ -309,6 +324,7 @@ def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     assert "two began with another model: code began at 5.200 instead of 5.020 nats per token." in text
 
 
+@pytest.mark.usefixtures("fewer_figures")
 def test_learned_and_forgotten_are_said_beyond_two_standard_errors_only(tmp_path: Path) -> None:
     run = write_run(tmp_path, forgotten=0.014)
     text = Text(write_report(run.path).read_text()).text

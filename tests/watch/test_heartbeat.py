@@ -145,8 +145,12 @@ def _explain(run: RunDir, code: int) -> Ending:
     ],
 )
 def test_the_launcher_writes_start_and_end(run: RunDir, executor: str, wait: bool, code: int, phase: str) -> None:
+    weights = run.checkpoints / "step-20" / "weights"
+    weights.mkdir(parents=True)
+    (weights / "metadata.json").write_text("{}")
+
     def submit(job: Any) -> int:
-        assert _status(run).phase == run_status.STARTING
+        assert (_status(run).phase, _status(run).step) == (run_status.STARTING, 20)  # the run's step, not the attempt's
         return code
 
     assert submit_and_record(submit, _job(run, executor, wait), _explain) == code

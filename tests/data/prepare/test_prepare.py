@@ -31,7 +31,8 @@ def test_files_equal_what_megatrons_builder_writes(tmp_path: Path, ask: Any) -> 
     for split in SPLITS:
         builder = IndexedDatasetBuilder(str(tmp_path / "megatron.bin"), dtype=np.uint16)
         kept = documents(tmp_path / "out", split)
-        assert [text for text in left if text in set(kept)] == kept  # source order
+        own = set(kept)
+        assert [text for text in left if text in own] == kept  # source order
         for text in kept:
             builder.add_item(torch.IntTensor([*hf.encode(text).ids, manifest.tokenizer.eod_id]))
             builder.end_document()
@@ -91,11 +92,12 @@ def test_worker_count_does_not_change_a_byte(tmp_path: Path, ask: Any) -> None:
 
 def test_added_data_moves_no_document(tmp_path: Path, ask: Any) -> None:
     texts, more = make_texts(400), make_texts(400, seed=1)
+    known = set(texts)
     prepare_corpus(ask(write_jsonl(tmp_path / "a.jsonl", texts), output=tmp_path / "before"))
     prepare_corpus(ask(write_jsonl(tmp_path / "b.jsonl", more + texts), output=tmp_path / "after"))
     for split in SPLITS:
         before, after = documents(tmp_path / "before", split), documents(tmp_path / "after", split)
-        assert before == [text for text in after if text in set(texts)]
+        assert before == [text for text in after if text in known]
     prepare_corpus(ask(tmp_path / "a.jsonl", output=tmp_path / "other", seed=7))
     assert documents(tmp_path / "other", "test") != documents(tmp_path / "before", "test")
 

@@ -255,7 +255,7 @@ class _Api(BaseHTTPRequestHandler):
 def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Api)
     server.seen, server.deleted, server.end, server.refuse, server.code = {}, [], "Complete", "", 403
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     config = {
         "apiVersion": "v1", "kind": "Config", "current-context": "c",
         "clusters": [{"name": "k", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
