@@ -18,7 +18,7 @@ def measure_in_turns(
 
     Args:
         commands: arguments after `python -m`.
-        log: receives the standard error of all commands.
+        log: receives the standard error of all commands, and each result as soon as it is there.
         paths: the PYTHONPATH of each command, None for this process's own.
         at_once: processes that import while another one measures.
     """
@@ -29,6 +29,7 @@ def measure_in_turns(
             path = paths[len(running)] if paths else None
             running.append(_start(commands[len(running)], log, path))
         results.append(_let_measure(running[index]))
+        print(json.dumps({"command": commands[index]} | results[-1]), file=log, flush=True)
     return results
 
 

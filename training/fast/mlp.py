@@ -15,11 +15,11 @@ import torch
 from training.fast.layers import _added
 from training.fast.wgrad import accumulate
 
-_BACKWARD = {
+_BACKWARD = {  # of the configurations in QuACK's list, the fastest at 16,384 x 896 x 4,864 on an H100
     "tile_m": 128,
-    "tile_n": 192,
-    "cluster_m": 2,
-    "cluster_n": 1,
+    "tile_n": 128,
+    "cluster_m": 1,
+    "cluster_n": 2,
     "pingpong": True,
     "is_dynamic_persistent": False,
 }
@@ -49,7 +49,10 @@ class SwiGLU(torch.autograd.Function):
         grad = grad.contiguous()
         dinterleaved, activated = torch.empty_like(interleaved), grad.new_empty(len(grad), down.shape[1])
         gemm_dgated_tuned.fn(
-            grad, down, interleaved, dinterleaved, activated, activation="swiglu", config=GemmConfig(**_BACKWARD)
+            *(grad, down, interleaved, dinterleaved, activated),
+            activation="swiglu",
+            dynamic_scheduler=True,
+            config=GemmConfig(**_BACKWARD),
         )
         accumulate(activated, grad, down.main_grad)
         dx = gemm(dinterleaved, gate_up, concat_layout=("B",), dynamic_scheduler=True, tuned=False)
