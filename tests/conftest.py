@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from tests import fork_server
@@ -24,9 +23,6 @@ from tests import fork_server
 ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would all it starts
 os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
-
-hypothesis.settings.register_profile("no deadline", deadline=None)  # a machine that is shared is slow at times
-hypothesis.settings.load_profile("no deadline")
 
 SECONDS = {"slow": 30.0, "daemons": 20.0, "nemo": 8.0}  # of a test with this marker, on average
 
@@ -48,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(USE_TORCH="0", TRANSFORMERS_NO_ADVISORY_WARNINGS="1")
     if config.getoption("numprocesses", 0) and "not nemo" not in config.option.markexpr:
         config.stash[_SERVING].enter_context(fork_server.serving())
+    if not config.getoption("numprocesses", 0):  # this process runs tests itself
+        from hypothesis import settings
+
+        settings.register_profile("no deadline", deadline=None)  # a machine that is shared is slow at times
+        settings.load_profile("no deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

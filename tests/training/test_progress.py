@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from common import logs
-from training import progress
+from training import progress, status_callback
 
 pytestmark = pytest.mark.nemo
 
@@ -48,3 +49,19 @@ def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     expected = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
     assert progress.memory_gib(torch.device("cpu")) == pytest.approx(expected, rel=0.05)
+
+
+def test_the_status_knows_when_max_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.callbacks import Timer
+
+    recorded: dict[str, Any] = {}
+    monkeypatch.setattr(status_callback.heartbeat, "record", lambda **fields: recorded.update(fields))
+    callback: Any = status_callback.StatusCallback()
+    monkeypatch.setattr(callback, "_hang", types.SimpleNamespace(start=lambda: None))
+    trainer = types.SimpleNamespace(callbacks=[Timer(duration="00:01:00:00")], global_step=3, max_steps=9)
+    callback.on_train_start(trainer, None)
+    assert (recorded["step"], recorded["max_steps"]) == (3, 9)
+    assert recorded["ends_by"] - time.time() == pytest.approx(3600, abs=5)
+    trainer.callbacks = []
+    callback.on_train_start(trainer, None)
+    assert recorded["ends_by"] is None

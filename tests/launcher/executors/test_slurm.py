@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -140,7 +139,6 @@ def test_the_tier_is_added_and_sbatch_is_quoted_when_it_refuses(slurm: Slurm, sa
 @pytest.mark.skipif(not shutil.which("gcc"), reason="SKIPPED FOR LACK OF gcc: no VCCL library is built")
 def test_vccl_of_the_cluster_file_is_loaded_on_the_nodes(slurm: Slurm, sample: Path, tmp_path: Path) -> None:
     """The launcher never looks at the library; each rank checks it and starts again with it, or says what is wrong."""
-    slurm = dataclasses.replace(slurm, env={**fork_server.real_start(), "SLURM_CONF": slurm.env["SLURM_CONF"]})
     for folder in ("vccl", "plain"):
         (tmp_path / folder).mkdir()
     library = nccl_stub.build(tmp_path / "vccl")
