@@ -23,13 +23,20 @@ from typing import Any
 from bench.turns import measure_in_turns
 
 _REDUCED_12_GROUPS = ["--recipe", "qwen25_500m_single", "model.config.num_query_groups=12"]
+_SEQ_1024 = ["data.seq_length=1024", "model.config.seq_length=1024"]
 # name: (recipe and shape, micro batch, micro batch of stock NeMo, global batch, timed steps)
 CASES = {
     "306M, global batch 4": (["--recipe", "qwen25_500m_single"], 4, 1, 4, 200),
     "318M, 8 x 4": (_REDUCED_12_GROUPS, 8, 8, 32, 20),
     "318M, 16 x 4": (_REDUCED_12_GROUPS, 16, 16, 64, 10),
     "494M tied, 8 x 4": (["--recipe", "qwen25_500m"], 8, 8, 32, 10),
-    "494M tied, 32 x 16, seq 1024": (["--recipe", "qwen25_500m", "data.seq_length=1024"], 32, 8, 512, 3),
+    "494M tied, 32 x 16, seq 1024": (
+        ["--recipe", "qwen25_500m", "data.seq_length=1024", "model.config.seq_length=1024"],
+        32,
+        8,
+        512,
+        3,
+    ),
 }
 CPU = "1.3M on the CPU"
 CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)

@@ -8,11 +8,11 @@ Rank 0 prints; with pipeline parallelism every rank does. The options are those 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 
 from bench.throughput import build_recipe, recipe_parser, train_and_time
+from launcher import batch_size
 from recipes import memory
 
 
@@ -22,9 +22,10 @@ def main() -> None:
     parser.set_defaults(warmup=3, steps=3)
     args = parser.parse_intermixed_args()
     plan, partial = build_recipe(args)
-    path: memory.Path = "plain" if args.plain else "fast"
-    if importlib.util.find_spec("transformer_engine") is None:
-        path = "sdpa"
+    gpus = batch_size.gpus_of_this_machine(plan)
+    path: memory.Path = gpus.path if gpus else "fast"
+    if args.plain and path != "sdpa":
+        path = "plain"
     estimate, measured = memory.estimate(plan, path), train_and_time(partial, 0.0)
     row = {
         "rank": int(os.environ.get("RANK", "0")),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common import machine_facts
@@ -24,11 +26,11 @@ class Gpus:
 
     Args:
         gib: its memory.
-        have_te: Transformer Engine is installed where it trains.
+        path: the fastest code that is installed where it trains.
     """
 
     gib: float
-    have_te: bool = True
+    path: memory.Path = "fast"
 
 
 def gpus_of_this_machine(plan: Plan) -> Gpus | None:
@@ -36,8 +38,15 @@ def gpus_of_this_machine(plan: Plan) -> Gpus | None:
     found = machine_facts.query_gpus().visible[: plan.devices]
     if plan.accelerator != "gpu" or not found:
         return None
-    have_te = importlib.util.find_spec("transformer_engine") is not None
-    return Gpus(min(gpu.total / memory.GIB for gpu in found), have_te)
+    return Gpus(min(gpu.total / memory.GIB for gpu in found), installed_path([gpu.name for gpu in found]))
+
+
+def installed_path(gpu_names: Sequence[str]) -> memory.Path:
+    """The fastest code that is installed on this machine for its GPUs; QuACK's products are for Hopper only."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "sdpa"
+    hopper = all(re.search(r"\bG?H(100|200|800|20)\b", name) for name in gpu_names)
+    return "quack" if hopper and importlib.util.find_spec("quack") is not None else "fast"
 
 
 def fit(resolved: Resolved, folder: RunDir, gpus: Gpus | None, *, trains_elsewhere: bool = False) -> Resolved:
@@ -73,9 +82,12 @@ def fit(resolved: Resolved, folder: RunDir, gpus: Gpus | None, *, trains_elsewhe
 
 def implementation(resolved: Resolved, gpus: Gpus) -> memory.Path:
     """Which code trains: it decides how much memory a sample takes."""
-    if any(one.path in memory.MEMORY_LEVERS and one.text.strip().lower() == "false" for one in resolved.overrides):
+    off = {one.path for one in resolved.overrides if one.text.strip().lower() == "false"}
+    if off.intersection(memory.MEMORY_LEVERS):
         return "plain"
-    return "fast" if gpus.have_te else "sdpa"
+    if gpus.path == "quack" and (resolved.plan.model_parallel > 1 or off & {"speed.fused_mlp", "speed.fused_norm"}):
+        return "fast"
+    return gpus.path
 
 
 def _fill_gpu(resolved: Resolved, gpus: Gpus) -> Resolved:

@@ -73,7 +73,7 @@ class Cost:
 def implementation_of(resolved: Resolved, hardware: Hardware) -> memory.Path:
     """Which code trains there."""
     size = hardware.card.memory_gib if hardware.card else 0.0
-    return batch_size.implementation(resolved, batch_size.Gpus(size, hardware.have_te))
+    return batch_size.implementation(resolved, batch_size.Gpus(size, hardware.path))
 
 
 def estimate_cost(

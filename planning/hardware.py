@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import platform
 import socket
@@ -11,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common import machine_facts
+from launcher import batch_size
 from planning.figures import Card, find_card, recognise_card
+from recipes import memory
 from recipes.memory import ASSUMED_GPU_GIB, GIB
 from recipes.plan import Plan
 
@@ -28,13 +29,13 @@ class Hardware:
         card: each rank's GPU; None for a run on CPUs.
         source: why it is this one.
         is_here: it is this machine, so that measurements made here hold.
-        have_te: Transformer Engine is installed where it trains.
+        path: the fastest code that is installed where it trains.
     """
 
     card: Card | None
     source: str
     is_here: bool
-    have_te: bool = True
+    path: memory.Path = "fast"
 
 
 def find_hardware(plan: Plan, request: PlanRequest, cluster: Cluster | None, trains_here: bool) -> Hardware:
@@ -58,7 +59,7 @@ def find_hardware(plan: Plan, request: PlanRequest, cluster: Cluster | None, tra
         return Hardware(card, f"assumed, as {why}: name one with --gpu", is_here=False)
     smallest = min(found, key=lambda gpu: gpu.total)
     card = recognise_card(smallest.name, smallest.total / GIB)
-    return Hardware(card, "found on this machine", True, importlib.util.find_spec("transformer_engine") is not None)
+    return Hardware(card, "found on this machine", True, batch_size.installed_path([gpu.name for gpu in found]))
 
 
 def describe_cpu() -> str:

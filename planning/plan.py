@@ -155,7 +155,7 @@ def _executor(resolved: Resolved) -> tuple[str, Cluster | None]:
 
 def _fit(resolved: Resolved, hardware: Hardware) -> Resolved:
     """The batch that the launcher would choose for this GPU."""
-    gpus = None if hardware.card is None else batch_size.Gpus(hardware.card.memory_gib, hardware.have_te)
+    gpus = None if hardware.card is None else batch_size.Gpus(hardware.card.memory_gib, hardware.path)
     return batch_size.fit(resolved, RunDir("plan"), gpus)
 
 

@@ -20,8 +20,9 @@ GIB = 2**30
 # activations that a layer keeps for the backward pass: bf16 numbers per token, as multiples of the hidden size
 HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs, which tensor parallelism alone does not split
 HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values are added by the number of their groups
-FFN = {"fast": 3.0, "plain": 4.0, "sdpa": 3.0}  # times the FFN size: one SwiGLU kernel, or three
-LOGIT = {"fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes per logit: bf16 once, or with fp32 copy, softmax and gradient
+# times the FFN size: SwiGLU's result is computed again, kept, or kept with what three kernels pass to each other
+FFN = {"quack": 2.0, "fast": 3.0, "plain": 4.0, "sdpa": 3.0}
+LOGIT = {"quack": 2.0, "fast": 2.0, "plain": 10.0, "sdpa": 2.0}  # bytes: bf16 once, or with fp32 copy and gradient
 MEMORY_LEVERS = (
     "speed.fused_lm_head",
     "model.config.bias_activation_fusion",
@@ -37,7 +38,7 @@ DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for val
 ADVISED_BYTES = 20e9  # free memory of a GPU for Qwen2.5-0.5B, activations included
 ASSUMED_GPU_GIB = 80.0  # where no GPU can be asked
 
-Path = Literal["fast", "plain", "sdpa"]
+Path = Literal["quack", "fast", "plain", "sdpa"]
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def estimate(plan: Plan, path: Path = "fast") -> Estimate:
 
     Args:
         plan: resolved; with `path` sdpa the distributed optimizer is off in any case (recipes/build/adapt.py).
-        path: fast is Transformer Engine with the levers of recipes/build/levers.py, plain without them, sdpa the levers
-            without TE.
+        path: fast is Transformer Engine with the levers of recipes/build/levers.py, quack the same with
+            `speed.fused_mlp`, plain without levers, sdpa the levers without TE.
     """
     stages = [_stage(plan, path, stage) for stage in range(plan.pipeline_parallel)]
     return max(stages, key=lambda stage: stage.allocated_gib)

@@ -164,15 +164,17 @@ def test_adamw_in_one_pass_is_torchs(offset: int) -> None:
     weights, grads, copies = make(), make(), make(torch.bfloat16)
     first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     theirs = [w.clone() for w in weights]
-    moments = [[torch.zeros_like(w) for w in weights] for _ in range(2)]
+    their_first, their_second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
     divisor, skip = torch.full((), 1.7, device="cuda"), torch.zeros((), device="cuda")
     ours = AdamWTensors(list(zip(weights, first, second, grads, copies, strict=True)))
-    numbers = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
+    numbers: dict[str, float] = {"lr": 1e-3, "eps": 1e-5, "weight_decay": 0.1}
     for step in (1, 2, 3):
         ours.step(divisor, skip, betas=(0.9, 0.95), step=step, **numbers)
+        steps = [torch.full((), float(step), device="cuda")] * len(theirs)
         torch._fused_adamw_(
-            theirs, [g.clone() for g in grads], *moments, [], [torch.full((), float(step), device="cuda")] * 3,
-            beta1=0.9, beta2=0.95, amsgrad=False, maximize=False, grad_scale=divisor, found_inf=skip, **numbers,
+            theirs, [g.clone() for g in grads], their_first, their_second, [], steps,
+            lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-5, amsgrad=False, maximize=False,
+            grad_scale=divisor, found_inf=skip,
         )  # fmt: skip
     before = [w.clone() for w in weights]
     ours.step(divisor, torch.ones((), device="cuda"), betas=(0.9, 0.95), step=4, **numbers)  # a gradient is NaN

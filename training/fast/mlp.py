@@ -2,7 +2,7 @@
 
 SwiGLU as a kernel of its own reads and writes the widest activations of a layer once more in each direction. In the
 products' epilogues it costs no memory traffic of its own, and what it computes is computed again in the
-backward pass instead of being kept. QuACK: https://github.com/Dao-AILab/quack; `pip install 'qwen25-cpt[quack]'`.
+backward pass instead of being kept. QuACK: https://github.com/Dao-AILab/quack.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from training.fast.layers import _added
 from training.fast.wgrad import accumulate
 
+_INSTALL = "pip install 'quack-kernels==0.6.0'"  # its functions and what compiles them change between versions
 _BACKWARD = {  # of the configurations in QuACK's list, the fastest at 16,384 x 896 x 4,864 on an H100
     "tile_m": 128,
     "tile_n": 128,
@@ -38,7 +39,8 @@ class SwiGLU(torch.autograd.Function):
 
         interleaved, activated = gemm_gated(x, gate_up.t(), activation="swiglu", concat_layout=("B",), tuned=False)
         ctx.save_for_backward(x, gate_up, down, interleaved)
-        return activated @ down.t()
+        out: torch.Tensor = activated @ down.t()
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -70,11 +72,11 @@ def is_installed() -> bool:
 def find_problem(config: Any) -> str | None:
     """Why the MLP blocks of a model of this Megatron configuration cannot be replaced, or None."""
     if not is_installed():
-        return "QuACK is not installed: pip install 'qwen25-cpt[quack]'"
+        return f"QuACK is not installed: {_INSTALL}"
     try:
         import quack.gemm_interface  # noqa: F401
     except Exception as error:  # whatever its compiler's version makes of it
-        return f"QuACK cannot be imported ({error}): pip install 'qwen25-cpt[quack]'"
+        return f"QuACK cannot be imported ({error}): {_INSTALL}"
     if torch.cuda.get_device_capability() != (9, 0):
         return "it needs a Hopper GPU (H100, H200)"
     if not config.gradient_accumulation_fusion or not config.bf16:

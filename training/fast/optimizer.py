@@ -84,7 +84,7 @@ class DeviceStep:
                 if "step" in self.adam.state[p]:  # a resumed run
                     self.adam.state[p]["step"] = self.adam.state[p]["step"].to(p.device)
 
-    def _groups_of_te(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[dict[str, torch.Tensor]]]]:
+    def _groups_of_te(self) -> Iterator[tuple[dict[str, Any], list[Any], list[dict[str, torch.Tensor]]]]:
         """Count a step in each parameter group of Transformer Engine's FusedAdam: its parameters and their states."""
         for group in self.adam.param_groups:
             group["step"] = group.get("step", 0) + 1
