@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common import logs
-from training import progress, status_callback
+from training import heartbeat, progress, status_callback
 
 pytestmark = pytest.mark.nemo
 
@@ -55,7 +55,7 @@ def test_the_status_knows_when_max_time_ends_the_run(monkeypatch: pytest.MonkeyP
     from lightning.pytorch.callbacks import Timer
 
     recorded: dict[str, Any] = {}
-    monkeypatch.setattr(status_callback.heartbeat, "record", lambda **fields: recorded.update(fields))
+    monkeypatch.setattr(heartbeat, "record", lambda **fields: recorded.update(fields))
     callback: Any = status_callback.StatusCallback()
     monkeypatch.setattr(callback, "_hang", types.SimpleNamespace(start=lambda: None))
     trainer = types.SimpleNamespace(callbacks=[Timer(duration="00:01:00:00")], global_step=3, max_steps=9)
