@@ -361,7 +361,7 @@ def card(
     language: Annotated[Optional[str], typer.Option(metavar="CODES", help="Such as en or en,zh.")] = None,
     base_model: Annotated[Optional[str], typer.Option(metavar="ID", help="The base's hub id.")] = None,
 ) -> None:
-    """Write or renew the model card of an export: what was trained, tables before and after, passport."""
+    """Write or renew the model card of an export: what was trained, its tables, its passport."""
     from common.rundir import find_run
     from report.card import write_card
 

@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start it for the processes of the tests that need NeMo."""
-    if "not nemo" in session.config.option.markexpr and (heavy := {"nemo", "torch"} & set(sys.modules)):
+    if "not nemo" in session.config.option.markexpr and (heavy := _heavy_modules()):
         raise pytest.UsageError(f"a file of tests without pytest.mark.nemo imports {' and '.join(sorted(heavy))}")
     if any(item.get_closest_marker("nemo") for item in session.items) and not session.config.option.collectonly:
         session.config.stash[_SERVING].enter_context(fork_server.serving())
@@ -71,12 +71,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_SERVING].close()
 
 
+def _heavy_modules() -> set[str]:
+    return {name for name in ("nemo", "torch") if name in sys.modules}
+
+
 @pytest.fixture(autouse=True)
 def _marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """A test that imports NeMo or torch says so: the others are run while somebody waits for them."""
-    before = {"nemo", "torch"} & set(sys.modules)
+    before = _heavy_modules()
     yield
-    if request.node.get_closest_marker("nemo") is None and {"nemo", "torch"} & set(sys.modules) - before:
+    if request.node.get_closest_marker("nemo") is None and _heavy_modules() - before:
         pytest.fail("this test imports NeMo or torch: mark it with pytest.mark.nemo")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -206,6 +207,7 @@ def explain_os_error(error: OSError, output: Path, sources: list[Source]) -> Use
     )
 
 
+@functools.cache
 def library_versions() -> dict[str, str]:
     """Versions of Python and the libraries that had a hand in it."""
     found = {"python": platform.python_version()}
