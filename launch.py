@@ -17,6 +17,7 @@ from data.prepare.request import PrepareRequest
 from launcher.command_help import FullSummaries, GroupedHelp
 from launcher.requests import ResumeRequest, TrainRequest
 from planning.forecast_request import ForecastRequest
+from planning.pilot_request import PilotRequest
 from planning.request import PlanRequest
 from report.evaluation.request import EvaluateRequest
 
@@ -119,6 +120,15 @@ def plan(request: PlanRequest) -> None:
     from planning.command import show_plan
 
     raise typer.Exit(show_plan(request))
+
+
+@app.command(rich_help_panel=BEFORE)
+@options_from(PilotRequest, arguments=("recipe", "overrides"))
+def pilot(request: PilotRequest) -> None:
+    """Try learning rates and replay shares in short trainings, and recommend one of each."""
+    from planning.pilot_page import run_pilot
+
+    run_pilot(request)
 
 
 @app.command(rich_help_panel=BEFORE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from common.run_status import read_status
 from common.rundir import RunDir
 from recipes.resolve import Resolved, resolve
 
+PILOTS, PILOT_FILE = Path("pilots"), "pilot.json"  # written by `launch.py pilot` (planning/pilot.py)
 MOST_RUNS = 50  # the newest that are looked at: a plan takes less than a second
 _BYTES = 2**20  # read of each file, from its end
 _WARM_UP = 3  # rows at the start of an attempt that hold the start-up
@@ -92,17 +94,17 @@ def _median(values: Any) -> float | None:
 
 
 def highest_rate(run: RunDir | None, base: str, root: Path | None = None) -> tuple[float, str] | None:
-    """The highest peak learning rate of a finished run on that base, and its folder; None without such a run.
+    """The highest peak learning rate of a pilot or a finished run on that base, and its folder; None without any.
 
     Args:
-        run: left out; its folder is the one that is looked at.
+        run: left out; its folder is the one that is looked at, and the pilots beside it.
         root: the folder of runs, without `run`.
     """
     folder = run.path.parent if run is not None else root
     if folder is None:
         return None
     own = run.path.resolve() if run is not None else None
-    found = []
+    found = list(_pilot_rates(folder.parent / PILOTS, base))
     for other in sorted(folder.glob("*/base.json")):
         status = read_status(other.parent / "status.json")
         if other.parent.resolve() == own or status is None or status.phase != run_status.DONE:
@@ -113,3 +115,15 @@ def highest_rate(run: RunDir | None, base: str, root: Path | None = None) -> tup
             except Exception:  # as above
                 continue
     return max(found, default=None)
+
+
+def _pilot_rates(pilots: Path, base: str) -> Iterator[tuple[float, str]]:
+    """The highest learning rate of each pilot on that base that came to a finite loss, and its folder."""
+    for file in sorted(pilots.glob(f"*/{PILOT_FILE}")):
+        kept = read_json_object(file) or {}
+        try:
+            if kept["design"]["base"] == base:
+                good = [one for one in kept["results"] if all(map(math.isfinite, one["changes"].values()))]
+                yield max(float(one["rate"]) for one in good), str(file.parent)
+        except (KeyError, TypeError, ValueError, AttributeError):  # not finished, or not a pilot of ours
+            continue

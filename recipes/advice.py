@@ -38,7 +38,7 @@ class Facts:
         replay_share: of the training tokens, in 0..1.
         epochs: domain -> how often it is read.
         max_lr: peak learning rate.
-        tried_lr: the highest peak of an earlier finished run on this base, and the run's folder.
+        tried_lr: the highest peak of an earlier pilot or finished run on this base, and its folder.
     """
 
     base: str | None = None
@@ -95,7 +95,7 @@ def _untried_rate(facts: Facts) -> Iterator[Advice]:
     highest, run = facts.tried_lr
     if facts.max_lr > highest * 1.0001:
         yield Advice(
-            f"the peak learning rate {facts.max_lr:g} is above all that finished runs on this base have tried"
-            f" (up to {highest:g}): try it in a short run first",
+            f"the peak learning rate {facts.max_lr:g} is above all that pilots and finished runs on this base"
+            f" have tried (up to {highest:g}): try it in a short run first",
             f"measured here: {run}",
         )

@@ -1,0 +1,161 @@
+"""Which short trainings a pilot makes: learning rate x replay share at two lengths, the whole schedule in each."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+
+from common.errors import UserError
+from common.spec import RunSpec
+from data.resolve_blend import load_run_blend
+from planning.pilot_request import PilotRequest
+from recipes.plan import SCHEDULE, Plan
+from recipes.resolve import Resolved, resolve
+
+LEAST_STEPS = 10  # of the shorter trainings: fewer hold hardly a warm-up and a decay
+LENGTHS = (1, 2)  # of the trainings of one point, in units of the shorter: what a longer one adds is continued
+RATES, RATES_WITHOUT_REPLAY = (0.33, 1.0, 3.0), (0.2, 0.5, 1.5, 4.0)
+MOST_REPLAY = 0.9
+_STEPS = ("warmup_steps", "decay_end", "fork_step", "decay_steps", "cooldown_steps")
+_RATES = ("min_lr", "constant_lr", "start_lr", "schedule_max_lr")
+_PATHS = {name: f"optim.lr_scheduler.{leaf}" for name, leaf in SCHEDULE.items()}
+
+
+@dataclass(frozen=True)
+class Training:
+    """One short training: its name, peak learning rate, replay share (None without replay) and length."""
+
+    name: str
+    rate: float
+    share: float | None
+    steps: int
+
+
+@dataclass(frozen=True)
+class Design:
+    """What a pilot trains.
+
+    Args:
+        resolved: the run that it is for.
+        steps: of each of the longer trainings; the others have half of it.
+        share: replay share of that run; None where it is not varied.
+        trainings: in the order in which they are made.
+    """
+
+    resolved: Resolved
+    steps: int
+    share: float | None
+    trainings: tuple[Training, ...]
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolved.plan
+
+    @property
+    def budget(self) -> float:
+        """What the trainings really take, as a share of the run's steps."""
+        return sum(one.steps for one in self.trainings) / self.plan.max_steps
+
+    def overrides(self, one: Training) -> tuple[str, ...]:
+        """What makes the run this training: its length, schedule, learning rate, share and intervals."""
+        plan, steps = self.plan, one.steps
+        words = [f"trainer.max_steps={steps}", *rate_overrides(plan, one.rate)]
+        for name in _STEPS:
+            if value := getattr(plan, name):
+                scaled = round(value * steps / plan.max_steps)
+                words.append(f"{_PATHS[name]}={max(scaled, 0 if name == 'warmup_steps' else 1)}")
+        if one.share is not None:
+            words.append(f"data.replay_share={one.share:g}")
+        words += [f"trainer.val_check_interval={steps}", f"log.ckpt.every_n_train_steps={steps}"]
+        return (*words, "log.ckpt.keep_last=1", "log.ckpt.keep_best=None", "trainer.log_every_n_steps=1")
+
+
+def rate_overrides(plan: Plan, rate: float) -> tuple[str, ...]:
+    """The overrides that set the peak learning rate, with the other rates of the schedule in proportion."""
+    words = [f"optim.config.lr={rate:.3g}"]
+    for name in _RATES:
+        if value := getattr(plan, name):
+            words.append(f"{_PATHS[name]}={value * rate / plan.max_lr:.3g}")
+    return tuple(words)
+
+
+def make_design(request: PilotRequest) -> Design:
+    """Lay out the trainings of a pilot.
+
+    Raises:
+        UserError: the budget is too small (with the smallest that works), or the factors and shares cannot be used.
+    """
+    resolved = resolve(request.spec())
+    plan = resolved.plan
+    share = _replay_share(plan)
+    factors = request.numbers("rates") or (RATES if share is not None else RATES_WITHOUT_REPLAY)
+    if len(factors) < 3:
+        raise UserError(
+            "too few learning rates for a pilot",
+            expected="at least 3: the law is quadratic in the logarithm of the learning rate",
+            found=f"--rates {request.rates}",
+            do="--rates 0.33,1,3",
+        )
+    shares = _shares(request, share)
+    points = [(float(f"{plan.max_lr * f:.3g}"), one) for f, one in itertools.product(factors, shares)]
+    parts = len(points) * sum(LENGTHS)
+    unit = int(request.budget_share * plan.max_steps / parts + 1e-9)
+    if unit < LEAST_STEPS:
+        need = LEAST_STEPS * parts
+        least = -(-need * 100 // plan.max_steps)
+        raise UserError(
+            f"a budget of {request.budget} is too small for this pilot",
+            expected=f"{len(points)} points, each trained for at least {LEAST_STEPS} and {2 * LEAST_STEPS} steps:"
+            f" {need} of the run's {plan.max_steps} steps",
+            found=f"{int(request.budget_share * plan.max_steps)} steps",
+            do=f"--budget {least}%" if least <= 100 else "the run is too short for a pilot: train it with each setting",
+        )
+    trainings = tuple(_training(rate, one, length * unit) for length in LENGTHS for rate, one in points)
+    return Design(resolved, LENGTHS[-1] * unit, share if shares != (None,) else None, trainings)
+
+
+def _training(rate: float, share: float | None, steps: int) -> Training:
+    return Training(f"lr-{rate:g}" + ("" if share is None else f"-replay-{share:g}") + f"-{steps}", rate, share, steps)
+
+
+def _replay_share(plan: Plan) -> float | None:
+    """The share that can be varied: of a blend with a replay domain, without stages, which have shares of their own."""
+    if plan.blend is None:
+        return None
+    blend = load_run_blend(plan.blend)
+    if blend.stages or not any(domain.role == "replay" for domain in blend.domains):
+        return None
+    return blend.replay_share if plan.replay_share is None else plan.replay_share
+
+
+def _shares(request: PilotRequest, share: float | None) -> tuple[float | None, ...]:
+    asked = request.numbers("shares")
+    if share is None:
+        if asked is not None:
+            raise UserError(
+                "--shares needs replay",
+                expected="a blend with a domain of the role replay, and without stages",
+                found="no such blend",
+                do="leave --shares out",
+            )
+        return (None,)
+    if asked is not None:
+        if len(asked) < 2 or asked[0] == 0:
+            raise UserError(
+                "too few replay shares for a pilot",
+                expected="at least 2, above 0: the law has the logarithm of the share",
+                found=f"--shares {request.shares}",
+                do="--shares 0.1,0.3",
+            )
+        return asked
+    middle = share or 0.1
+    return (middle / 2, min(MOST_REPLAY, 2 * middle))
+
+
+def training_spec(design: Design, one: Training, runs: str) -> RunSpec:
+    """What the launcher is asked for to make a training."""
+    spec = design.resolved.spec
+    return dataclasses.replace(
+        spec, name=one.name, runs=runs, tokens=None, overrides=(*spec.overrides, *design.overrides(one))
+    )
