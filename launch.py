@@ -371,7 +371,7 @@ def card(
     language: Annotated[Optional[str], typer.Option(metavar="CODES", help="Such as en or en,zh.")] = None,
     base_model: Annotated[Optional[str], typer.Option(metavar="ID", help="The base's hub id.")] = None,
 ) -> None:
-    """Write or renew the model card of an export: what was trained, its tables, its passport."""
+    """Write or renew the model card of an export: data, training, tables, passport."""
     from common.rundir import find_run
     from report.card import write_card
 

@@ -30,7 +30,7 @@ class RunRequest:
         "Cluster file for slurm, k8s, docker (docs/clusters/slurm.yaml).", metavar="FILE", default=None
     )
     env: str | None = option(
-        "Environment sets instead of the recipe's (dual+prod), or added to it (+prod).", metavar="SETS", default=None
+        "Environment sets instead of the recipe's (dual+prod), or added (+prod).", metavar="SETS", default=None
     )
     devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
     nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
