@@ -233,6 +233,20 @@ def export(
 
 
 @convert.command()
+def gguf(
+    folder: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
+    output: Annotated[Optional[Path], typer.Argument(help="The file to make.", show_default="in the folder")] = None,
+    kind: Annotated[str, typer.Option("--type", help="Weights: bf16, f16, f32 or q8_0.")] = "bf16",
+) -> None:
+    """An exported model as one GGUF file for llama.cpp, compared with the folder."""
+    from convert.export_gguf import export_gguf
+
+    _console()
+    output = output or folder / f"{folder.resolve().name}-{kind}.gguf"
+    print(export_gguf(folder, output, kind))
+
+
+@convert.command()
 def verify(
     left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
 ) -> None:

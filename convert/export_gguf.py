@@ -1,0 +1,183 @@
+"""A Hugging Face folder as one GGUF file for llama.cpp, written and read back with llama.cpp's own `gguf` library."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+
+log = logging.getLogger("launch")
+TYPES = ("bf16", "f16", "f32", "q8_0")
+# the expressions by which llama.cpp knows how a byte-level BPE cuts text into words (llama-vocab.cpp)
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def check_request(folder: Path, output: Path, kind: str) -> None:
+    """Check what can be checked before torch is imported.
+
+    Raises:
+        UserError: no exported folder, an unknown type, an output that exists, or the `gguf` package is missing.
+    """
+    if kind not in TYPES:
+        raise UserError("unknown type of weights", expected=" or ".join(TYPES), found=kind, do="--type bf16")
+    if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
+        raise UserError(
+            f"no model in {folder}",
+            expected="an exported Hugging Face folder with config.json and tokenizer.json",
+            found="no such folder" if not folder.exists() else "a folder without them",
+            do=f"python launch.py convert export RUN {folder}",
+        )
+    if output.exists():
+        raise UserError(f"{output} exists", expected="a new file", found=output.name, do="remove it, or name another")
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            "the gguf package is not installed",
+            expected="llama.cpp's library for GGUF files",
+            found="no package gguf",
+            do="pip install 'gguf==0.19.0'",
+        )
+
+
+def export_gguf(folder: Path, output: Path, kind: str = "bf16") -> Path:
+    """Write `output` and compare every tensor in it with the folder's.
+
+    Norms and biases stay in float32, as llama.cpp wants them; a tied output layer is left out, and llama.cpp takes the
+    embedding instead.
+
+    Args:
+        folder: an exported Hugging Face Qwen2 folder.
+        output: the file to write; it appears when it is complete.
+        kind: one of `TYPES`.
+
+    Raises:
+        UserError: not a Qwen2 model with safetensors, or a tokenizer that llama.cpp does not know.
+    """
+    import gguf
+
+    from convert.hf import HFFolder
+
+    check_request(folder, output, kind)
+    model = HFFolder(folder)
+    split = _find_pre_tokenizer(folder)
+    part = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        writer = gguf.GGUFWriter(part, "qwen2")
+        _add_model(writer, model, output.stem, kind)
+        _add_tokenizer(writer, folder, split, model.arch.vocab_size)
+        for name, numbers, stored in _converted(model, kind):
+            writer.add_tensor(name, numbers, raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        error = _largest_error(part, model)
+        part.rename(output)
+    finally:
+        part.unlink(missing_ok=True)
+    size = output.stat().st_size / 2**20
+    log.info("wrote %s: %.0f MiB, %s, largest difference of a weight %.2g", output, size, kind, error)
+    return output
+
+
+def _converted(model: Any, kind: str) -> Any:
+    """(GGUF name, array, stored type) of every tensor of the model."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.arch.num_layers)
+    wanted = gguf.GGMLQuantizationType[kind.upper()]
+    for name, tensor in model.tensors():
+        numbers = tensor.float().numpy()
+        stored = gguf.GGMLQuantizationType.F32 if numbers.ndim == 1 else wanted
+        yield names.get_name(name, try_suffixes=(".weight", ".bias")), gguf.quantize(numbers, stored), stored
+
+
+def _add_model(writer: Any, model: Any, name: str, kind: str) -> None:
+    """Shape and constants, by the keys of llama.cpp's architecture `qwen2`."""
+    import gguf
+
+    arch = model.arch
+    if arch.head_dim != arch.hidden_size // arch.num_attention_heads:
+        raise UserError(
+            "llama.cpp's qwen2 has no head width of its own",
+            expected=f"hidden size / heads = {arch.hidden_size // arch.num_attention_heads}",
+            found=f"head_dim {arch.head_dim}",
+            do="use the export in transformers or vLLM",
+        )
+    writer.add_name(name)
+    writer.add_block_count(arch.num_layers)
+    writer.add_context_length(int(model.config["max_position_embeddings"]))
+    writer.add_embedding_length(arch.hidden_size)
+    writer.add_feed_forward_length(arch.ffn_hidden_size)
+    writer.add_head_count(arch.num_attention_heads)
+    writer.add_head_count_kv(arch.num_query_groups)
+    writer.add_rope_freq_base(arch.rope_theta)
+    writer.add_layer_norm_rms_eps(arch.norm_eps)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}"])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _add_tokenizer(writer: Any, folder: Path, split: str, vocab_size: int) -> None:
+    """Tokens, merges, special tokens and chat template; ids that no token has are unused ones."""
+    import gguf
+
+    told = json.loads((folder / "tokenizer.json").read_text())
+    words = {number: (word, gguf.TokenType.NORMAL) for word, number in told["model"]["vocab"].items()}
+    for added in told.get("added_tokens", []):
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        words[added["id"]] = (added["content"], kind)
+    tokens = [words.get(number, (f"[PAD{number}]", gguf.TokenType.UNUSED)) for number in range(vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list([word for word, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+    special.add_special_token.pop("bos", None)
+    special.add_to_gguf(writer, quiet=True)
+    writer.add_add_bos_token(False)  # Qwen's tokenizer puts nothing in front of a text
+
+
+def _find_pre_tokenizer(folder: Path) -> str:
+    """llama.cpp's name for how the tokenizer cuts text into words.
+
+    Raises:
+        UserError: llama.cpp has none that is the same.
+    """
+    told = json.loads((folder / "tokenizer.json").read_text())
+    parts = told.get("pre_tokenizer") or {}
+    patterns = [part.get("pattern", {}).get("Regex") for part in parts.get("pretokenizers", [parts])]
+    if told["model"].get("type") == "BPE" and _QWEN2 in patterns:
+        return "qwen2"
+    raise UserError(
+        "llama.cpp does not know this tokenizer",
+        expected="a byte-level BPE that cuts text as Qwen2's does",
+        found=f"{told['model'].get('type')} with {patterns}",
+        do="use the export in transformers or vLLM",
+    )
+
+
+def _largest_error(file: Path, model: Any) -> float:
+    """Read the file back: the largest difference from the folder's weights.
+
+    Raises:
+        UserError: names or shapes are not those of the model.
+    """
+    import gguf
+    import numpy
+
+    written = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, model.arch.num_layers)
+    largest = 0.0
+    for name, tensor in model.tensors():
+        found = written.pop(str(names.get_name(name, try_suffixes=(".weight", ".bias"))))
+        numbers = gguf.dequantize(found.data, found.tensor_type).reshape(tensor.shape)
+        largest = max(largest, float(numpy.abs(numbers - tensor.float().numpy()).max()))
+    if written:
+        raise UserError("the GGUF file has other tensors", expected="none", found=", ".join(written), do="report it")
+    return largest
