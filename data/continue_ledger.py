@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.errors import UserError
@@ -36,6 +36,7 @@ def resume_ledger(
     *,
     attempt: int,
     change_blend: bool = False,
+    has_budget: bool = False,
 ) -> Ledger:
     """The ledger of an attempt that continues from `ledger.step`, with the stages that the recipe has now.
 
@@ -47,6 +48,7 @@ def resume_ledger(
         stages: of the blend as it is now, laid out from step 0.
         attempt: the number of the new attempt.
         change_blend: read by `stages` from here on, whatever was read before.
+        has_budget: a forgetting budget moves the replay share of `stages`; it goes on with the share decided last.
 
     Raises:
         UserError: the past was read with other shares, or a corpus has changed its name or its content.
@@ -54,10 +56,14 @@ def resume_ledger(
     corpora = merge_corpora(ledger.corpora, corpora)
     step = ledger.step
     attempts = (*(one for one in ledger.attempts if one.first < step), Attempt(attempt, step, ledger.read))
-    if (problem := find_difference(ledger, stages)) is None:
-        ahead = tuple(dataclasses.replace(one, attempt=attempt) for one in stages if one.first >= step)
+    problem = find_difference(ledger, stages)
+    if (ledger.budget is not None) != has_budget:
+        problem = f"{'a' if has_budget else 'no'} forgetting budget from here on"
+    if problem is None:
+        ahead = tuple(replace(one, attempt=attempt) for one in stages if one.first >= step)
         past = tuple(one for one in ledger.stages if one.first < step)
-        return dataclasses.replace(ledger, corpora=corpora, attempts=attempts, stages=(*past, *ahead))
+        resumed = replace(ledger, corpora=corpora, attempts=attempts, stages=(*past, *ahead))
+        return resumed if ledger.budget is None else _keep_share(resumed, ledger)
     if not change_blend:
         raise UserError(
             "this run was trained on another blend",
@@ -67,20 +73,35 @@ def resume_ledger(
         )
     now = [one for one in stages if one.first <= step][-1]
     change = f"{OPTION} at step {step} of attempt {attempt}"
-    first = dataclasses.replace(now, first=step, attempt=attempt, change=change, begins=dict(ledger.read))
-    ahead = tuple(dataclasses.replace(one, attempt=attempt) for one in stages if one.first > step)
+    first = replace(now, first=step, attempt=attempt, change=change, begins=dict(ledger.read))
+    ahead = tuple(replace(one, attempt=attempt) for one in stages if one.first > step)
     past = tuple(one for one in ledger.stages if one.first < step)
-    return dataclasses.replace(ledger, corpora=corpora, attempts=attempts, stages=(*past, first, *ahead))
+    changed = (*past, first, *ahead)
+    return replace(ledger, corpora=corpora, attempts=attempts, stages=changed, budget=None)
+
+
+def _keep_share(resumed: Ledger, before: Ledger) -> Ledger:
+    """The resumed ledger with the share that the forgetting budget decided last, from the step that it decided."""
+    assert before.budget is not None
+    share = [one for one in before.stages if one.first < before.step][-1].replay_share
+    stages = [replace(one, replay_share=share) if one.first >= before.step else one for one in resumed.stages]
+    resumed = replace(resumed, stages=tuple(stages))
+    if before.budget.first < before.step:
+        return resumed
+    return resumed.with_share(before.budget.share, before.budget.first, before.budget.decided)
 
 
 def find_difference(ledger: Ledger, stages: Sequence[StageEntry]) -> str | None:
     """The first difference between what was read since the last change and what `stages` say; None if there is none."""
+    if ledger.budget is not None:  # it moves the shares; the stages themselves are those of the blend
+        planned = [replace(one, replay_share=0.0) for one in ledger.stages if one.decided is None]
+        ledger, stages = replace(ledger, stages=tuple(planned)), [replace(one, replay_share=0.0) for one in stages]
     if (order := stages[0].order) != ledger.order:
         return f"the order of {order}, not that of {ledger.order}"
     start = max((one.first for one in ledger.stages if one.change), default=0)
     was = [one for one in ledger.stages if start <= one.first < ledger.step]
     current = [one for one in stages if one.first <= start][-1:]
-    now = [dataclasses.replace(one, first=start) for one in current]
+    now = [replace(one, first=start) for one in current]
     now += [one for one in stages if start < one.first < ledger.step]
     for old, new in zip(was, now, strict=False):
         if old.first != new.first:
@@ -133,6 +154,7 @@ def make_ledger(
     corpora: Sequence[Corpus],
     *,
     saved: Path | None,
+    has_budget: bool,
     attempt: int,
     seed: int,
     seq_length: int,
@@ -144,9 +166,11 @@ def make_ledger(
         stages: `data.stages`.
         corpora: of the blend as it is now.
         saved: ledger.json of the checkpoint that the run continues from.
+        has_budget: a forgetting budget moves the replay share.
     """
     if saved is not None:
-        return resume_ledger(read_ledger(saved), corpora, stages, attempt=attempt, change_blend=True)
+        before = read_ledger(saved)
+        return resume_ledger(before, corpora, stages, attempt=attempt, change_blend=True, has_budget=has_budget)
     return start_ledger(corpora, stages, seed=seed, seq_length=seq_length, global_batch_size=global_batch_size)
 
 
@@ -157,12 +181,12 @@ def with_layouts(ledger: Ledger, layouts: Mapping[str, tuple[int, int]]) -> Ledg
         layouts: corpus -> samples that Megatron was asked for, and samples that it has laid out.
     """
     corpora = [
-        dataclasses.replace(corpus, laid_out=layouts[corpus.name][0], laid_out_size=layouts[corpus.name][1])
+        replace(corpus, laid_out=layouts[corpus.name][0], laid_out_size=layouts[corpus.name][1])
         if corpus.name in layouts
         else corpus
         for corpus in ledger.corpora
     ]
-    return dataclasses.replace(ledger, corpora=tuple(corpora))
+    return replace(ledger, corpora=tuple(corpora))
 
 
 def make_corpora(

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from common.errors import UserError
 from common.json_files import parse_json
 from data.blend_math import stage_weights
+from data.budget import BudgetState
 from data.sample_order import Segment
 
 FILE_NAME = "ledger.json"
@@ -75,6 +76,7 @@ class StageEntry:
         attempt: the attempt that wrote this entry.
         change: why it is here, if the blend was changed by a resume; else empty.
         begins: corpus -> samples read before it; only where `change` is not empty, since it follows from the rest.
+        decided: the step whose validation decided this share, by a forgetting budget; None for a stage of the blend.
     """
 
     name: str
@@ -85,6 +87,7 @@ class StageEntry:
     attempt: int = 1
     change: str = ""
     begins: dict[str, int] = field(default_factory=dict)
+    decided: int | None = None
 
     def same_shares(self, other: StageEntry) -> bool:
         """Whether both read the same shares under the same name."""
@@ -136,6 +139,7 @@ class Ledger:
         stages: by their first step; the last one lasts to the end of the run.
         attempts: in their order.
         read: corpus -> samples read by `step`.
+        budget: where a forgetting budget moves the replay share, what its next decision follows from.
     """
 
     step: int
@@ -146,6 +150,7 @@ class Ledger:
     stages: tuple[StageEntry, ...]
     attempts: tuple[Attempt, ...]
     read: dict[str, int]
+    budget: BudgetState | None = None
 
     @property
     def order(self) -> Order:
@@ -187,6 +192,20 @@ class Ledger:
         counts = segment.counts_at(step, self.global_batch_size)
         return {corpus.name: count for corpus, count in zip(self.corpora, counts, strict=True)}
 
+    def with_share(self, share: float, first: int, decided: int) -> Ledger:
+        """The ledger with another replay share from step `first` on, in the stage of that step and in all after it.
+
+        Args:
+            decided: the step whose validation decided it.
+        """
+        now = self.stage_at(first)
+        if now.first < first:
+            now = dataclasses.replace(now, first=first, change="", begins={}, decided=decided)
+        stages = [*(one for one in self.stages if one.first < first), now]
+        stages += [one for one in self.stages if one.first > first]
+        changed = [dataclasses.replace(one, replay_share=share) if one.first >= first else one for one in stages]
+        return dataclasses.replace(self, stages=tuple(changed))
+
     def at(self, step: int, read: Mapping[str, int] | None = None) -> Ledger:
         """The ledger after `step` steps.
 
@@ -200,7 +219,7 @@ class Ledger:
         marks = {attempt.first: attempt.read for attempt in self.attempts} | {self.step: self.read}
         marks |= {stage.first: stage.begins for stage in self.stages if stage.change}
         for stage in self.stages:
-            if stage.first < self.step and stage.first not in marks:
+            if stage.first < self.step and stage.first not in marks and stage.decided is None:
                 marks[stage.first] = self.counts_at(stage.first) if stage.first else {}
         steps = sorted(step for step in marks if step <= self.step)
         found = []
@@ -236,6 +255,8 @@ def parse_ledger(text: str) -> Ledger:
         raise ValueError(f"not a ledger of version {VERSION}")
     raw.pop("ranges")
     kinds = {"corpora": Corpus, "stages": StageEntry, "attempts": Attempt}
+    budget = raw.pop("budget", None)
+    raw["budget"] = None if budget is None else BudgetState(**budget)
     return Ledger(**{**raw, **{key: tuple(kind(**row) for row in raw[key]) for key, kind in kinds.items()}})
 
 

@@ -2,8 +2,10 @@
 
 # NeMo-Run reads the constructor's types to parse overrides: no `from __future__ import annotations`, no `X | Y`
 
+import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from nemo.collections.llm.gpt.data.pre_training import PreTrainingDataModule
 from nemo.collections.llm.gpt.model.base import HAVE_TE, gpt_data_step
 
 from common.errors import UserError
+from data.budget import BudgetState, make_budget
 from data.continue_ledger import make_corpora, make_ledger, with_layouts
 from data.datasets import (
     DOCUMENT_STARTS,
@@ -121,6 +124,9 @@ class PreparedDataModule(PreTrainingDataModule):
             would be predicted from the end of another document, is not in the loss (docs/documents.md). Includes
             `reset_position_ids`, `reset_attention_mask` and `eod_mask_loss`.
         stages: what the launcher has resolved of the blend's stages (launcher/stages.py).
+        forgetting_budget: domain -> nats per token above its loss at step 0; the replay share follows the validation,
+            so that these domains stay below (data/budget.py).
+        replay_bounds: lowest and highest replay share that a forgetting budget may decide.
         ledger: the ledger.json of the checkpoint that the run continues from. The launcher sets it.
         attempt: the number of this attempt at the run. The launcher sets it.
         kwargs: as in NeMo's PreTrainingDataModule (`seq_length`, `micro_batch_size`, ...).
@@ -150,6 +156,8 @@ class PreparedDataModule(PreTrainingDataModule):
         train_steps: Optional[int] = None,
         isolate_documents: bool = False,
         stages: Optional[list[dict[str, Any]]] = None,
+        forgetting_budget: Optional[dict[str, float]] = None,
+        replay_bounds: Optional[list[float]] = None,
         ledger: Optional[str] = None,
         attempt: int = 1,
         dataset_cls: type[GPTDataset] = WholeMaskGPTDataset,
@@ -193,6 +201,7 @@ class PreparedDataModule(PreTrainingDataModule):
             index_mapping_dir=index_mapping_dir,
             dataset_cls=dataset_cls,
         )
+        self.budget = make_budget(forgetting_budget, replay_bounds)
         self.ledger: Optional[Ledger] = None  # with NeMo's own form of paths, nothing says which corpora there are
         if stages is not None:
             entries = stage_entries(stages)
@@ -201,6 +210,7 @@ class PreparedDataModule(PreTrainingDataModule):
                 entries,
                 make_corpora(corpora.folders, roles, entries, seq_length),
                 saved=Path(ledger) if ledger is not None else None,
+                has_budget=self.budget is not None,
                 attempt=attempt,
                 seed=seed,
                 seq_length=seq_length,
@@ -231,7 +241,10 @@ class PreparedDataModule(PreTrainingDataModule):
             log.info("data: the documents in a sequence %s", _ISOLATED if self.isolate_documents else _TOGETHER)
         if self.ledger is not None and self.ledger.order == "ledger":
             self._train_ds = OrderedDataset(
-                self.ledger, self._build_windows, trainer_max_steps * self.global_batch_size
+                self.ledger,
+                self._build_windows,
+                trainer_max_steps * self.global_batch_size,
+                most_changes=trainer_max_steps // trainer_val_check_interval + 1 if self.budget is not None else 0,
             )
             self._validation_ds = self._test_ds = None
             return
@@ -265,6 +278,29 @@ class PreparedDataModule(PreTrainingDataModule):
             part = self._train_ds.dataset_index[start : min(samples, start + ROWS)]
             drawn += numpy.bincount(part, minlength=len(drawn))
         return self.ledger.at(step, dict(zip(self.trained_domains, drawn.tolist(), strict=True)))
+
+    def change_replay_share(self, state: BudgetState) -> None:
+        """Read another replay share from step `state.first` on. To be called on all ranks.
+
+        Args:
+            state: what the forgetting budget has decided; no sample of that step may have been asked for yet.
+        """
+        assert self.ledger is not None
+        changed = self.ledger.with_share(state.share, state.first, state.decided)
+        self.ledger = dataclasses.replace(changed, budget=state)
+        self._train_ds.change_share(state.share, state.first, state.decided)
+
+    def prefetched_steps(self, replicas: int) -> int:
+        """Steps, rounded up, whose samples data workers have been asked for before a rank takes them.
+
+        torch keeps `prefetch_factor` (2) micro batches per worker on their way.
+
+        Args:
+            replicas: data-parallel ranks.
+        """
+        num_workers: int = self.num_workers
+        micro_batches: int = self.global_batch_size // (self.micro_batch_size * replicas)
+        return math.ceil(2 * num_workers / micro_batches)
 
     def validation_sets(self) -> dict[str, GPTDataset]:
         """A dataset per domain with one pass over its validation split, in the same order every time."""

@@ -24,9 +24,16 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         ledger: what was read, and the stages.
         build: (corpus, samples or None for one reading) -> its windows, in Megatron's shuffled order.
         num_samples: of the whole run.
+        most_changes: how often the replay share can change while the run trains.
     """
 
-    def __init__(self, ledger: Ledger, build: Callable[[Corpus, int | None], GPTDataset], num_samples: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        build: Callable[[Corpus, int | None], GPTDataset],
+        num_samples: int,
+        most_changes: int = 0,
+    ) -> None:
         self.ledger, self.segments, self.num_samples = ledger, ledger.segments(), num_samples
         read = {name for stage in ledger.stages_ahead for name in stage.within}
         self._windows: dict[int, GPTDataset] = {}  # by the corpus's number in the ledger
@@ -39,6 +46,10 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if ledger.read.get(corpus.name, 0) < corpus.laid_out_size:
                 self._laid_out[number] = build(corpus, corpus.laid_out)
                 _check_size(corpus, corpus.laid_out_size, self._laid_out[number])
+        # share, first step and deciding step of each change, and their number: in memory shared with the data workers
+        self._changes = torch.zeros(most_changes, 3, dtype=torch.float64).share_memory_()
+        self._num_changes = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._changes_made = 0  # by this process
         self._step = -1
         self._rows: list[tuple[int, int, int]] = []
 
@@ -50,9 +61,27 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self.num_samples
 
+    def change_share(self, share: float, first: int, decided: int) -> None:
+        """Let every process read another replay share from step `first` on, none of whose samples it was asked for yet.
+
+        A data worker sees the change before it is asked for such a sample, because the request comes after it.
+        """
+        row = int(self._num_changes)
+        self._changes[row] = torch.tensor([share, first, decided], dtype=torch.float64)
+        self._num_changes += 1
+
+    def _make_changes(self) -> None:
+        """Make the changes of the replay share that were decided since this process last looked."""
+        for share, first, decided in self._changes[self._changes_made : int(self._num_changes)].tolist():
+            self.ledger = self.ledger.with_share(share, int(first), int(decided))
+            self._changes_made += 1
+        self.segments = self.ledger.segments()
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         step, place = divmod(index, self.ledger.global_batch_size)
         if step != self._step:
+            if int(self._num_changes) > self._changes_made:
+                self._make_changes()
             self._step, self._rows = step, self.rows_of_step(step)
         domain, pass_number, window = self._rows[place]
         begun = self.ledger.corpora[domain].laid_out_size > 0 and pass_number == 0

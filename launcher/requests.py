@@ -38,7 +38,7 @@ class RunRequest:
         "Start a failed run again so often, from its newest checkpoint.", metavar="N", default=None
     )
     retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
-    change_blend: bool = option("On a resume: go on with another data.blend or data.replay_share.", default=False)
+    change_blend: bool = option("On a resume: go on with another blend, replay share or budget.", default=False)
     dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
 
     def __post_init__(self) -> None:

@@ -29,6 +29,8 @@ FIXED = {
     "data.paths": "the data position belongs to this corpus",
     "data.blend": "the data position belongs to this blend",
     "data.replay_share": "the data position belongs to this blend",
+    "data.forgetting_budget": "it decides what is read",
+    "data.replay_bounds": "they decide what is read",
     "data.seed": "the order of the samples would be another",
     "data.tokenizer": "ids would change their meaning",
     "data.reset_attention_mask": "the loss would be another",
@@ -37,7 +39,8 @@ FIXED = {
     "optim.config.optimizer": "the optimizer state would not fit",
     "optim.config.use_distributed_optimizer": "the optimizer state would not fit",
 }
-BLEND = ("data.paths", "data.blend", "data.replay_share")  # may change where --change-blend says so
+# may change where --change-blend says so
+BLEND = ("data.paths", "data.blend", "data.replay_share", "data.forgetting_budget", "data.replay_bounds")
 # May change between attempts and is not logged: paths of the attempt, and what only this machine decides.
 _OWN = (
     "log.",

@@ -44,6 +44,7 @@ def set_stages(
         return
     saved = checkpoint / "run" / FILE_NAME if checkpoint is not None else None
     has_stages = plan.blend is not None and bool(load_run_blend(plan.blend).stages)
+    has_stages = has_stages or plan.forgetting_budget is not None  # which moves the share as a stage does
     if saved is not None and (saved.is_file() or change_blend or has_stages):
         before = read_ledger(saved)
         order = "ledger" if has_stages or change_blend or before.order == "ledger" else "megatron"
@@ -93,7 +94,8 @@ def _resume(before: Ledger, rows: list[dict[str, Any]], plan: Plan, attempt: int
         roles = {domain.name: str(domain.role) for domain in load_run_blend(plan.blend).domains}
     entries = stage_entries(rows)
     corpora = make_corpora(folders, roles, entries, plan.seq_length)
-    ledger = resume_ledger(before, corpora, entries, attempt=attempt, change_blend=change_blend)
+    has_budget = plan.forgetting_budget is not None
+    ledger = resume_ledger(before, corpora, entries, attempt=attempt, change_blend=change_blend, has_budget=has_budget)
     changed = [stage for stage in ledger.stages if stage.change and stage.first == before.step]
     for stage in changed:
         log.warning("blend: changed from step %d on, by %s; stage %s", before.step, OPTION, stage.name)

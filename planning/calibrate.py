@@ -142,6 +142,7 @@ def short_spec(resolved: Resolved, name: str, blend_file: Path) -> RunSpec:
         f"log.ckpt.every_n_train_steps={SAVE_AT}",
         "log.ckpt.keep_last=1",
         "log.ckpt.keep_best=None",
+        *(("data.forgetting_budget=None", "data.replay_bounds=None") if resolved.plan.forgetting_budget else ()),
         *(("evaluate.every_n_steps=None",) if resolved.plan.evaluate_every_n_steps else ()),
         *_first_stage(resolved.plan, blend_file),
     )

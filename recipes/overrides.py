@@ -129,7 +129,7 @@ def _value(plan: Plan, override: Override) -> Any:
         return None
     old = plan.values()[override.path]
     try:
-        if override.path == "data.blend" and text.startswith("{"):  # written out; else the path of its file
+        if override.path.startswith("data.") and text.startswith(("{", "[")):  # data.blend is also the path of a file
             return ast.literal_eval(text)
         value = _read(text, kind)
         if override.operator != "=":

@@ -82,6 +82,8 @@ class Plan:
     data: str | None = _at("data.paths", default=None)
     blend: dict[str, Any] | str | None = _at("data.blend", default=None)
     replay_share: float | None = _at("data.replay_share", default=None)
+    forgetting_budget: dict[str, float] | None = _at("data.forgetting_budget", default=None)
+    replay_bounds: list[float] | None = _at("data.replay_bounds", default=None)
     seq_length: int = _at("data.seq_length")
     isolate_documents: bool = _at("data.isolate_documents", default=False)
     micro_batch_size: int = _at("data.micro_batch_size", default=1)

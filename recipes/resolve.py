@@ -19,7 +19,7 @@ from recipes.overrides import Override
 from recipes.plan import Plan
 from recipes.registry import Recipe
 
-_BLEND = ("data.paths", "data.blend", "data.replay_share")
+_BLEND = ("data.paths", "data.blend", "data.replay_share", "data.forgetting_budget", "data.replay_bounds")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.domain_losses import STANDARD_ERRORS
 from report.analysis import DomainChange, DomainTokens, baseline_name, get_series, smooth
+from report.budget import budget_limits, share_curve
 from report.forecast import draw_forecast
 from report.read import RunFiles
 from report.theme import (
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FIGURES = ("validation", "forecast", "loss", "lr", "grad_norm", "replay", "throughput", "memory", "power")
+FIGURES = (
+    *("validation", "forecast", "budget", "share", "loss", "lr"),
+    *("grad_norm", "replay", "throughput", "memory", "power"),
+)
 WIDE, NARROW = 10.8, 5.2  # inches: the full width of the page, and half of it or a phone's screen
 LabelledChanges = list[tuple[str, list[DomainChange]]]  # (label of a run, its changes)
 
@@ -41,6 +45,8 @@ def draw_figures(files: RunFiles, runs: LabelledChanges, tokens: list[DomainToke
     figures = {
         "validation": [draw_validation(runs, baseline, width) for width in (WIDE, NARROW)],
         "forecast": [draw_forecast(files, WIDE, 3.4, beside=True), draw_forecast(files, NARROW, 2.8, beside=False)],
+        "budget": [draw_budget(files, runs[0][1])],
+        "share": [draw_replay_share(files)],
         "loss": [draw_loss(files, width) for width in (WIDE, NARROW)],
         "lr": [draw_column(files, "lr", "learning rate")],
         "grad_norm": [draw_column(files, "grad_norm", "gradient norm")],
@@ -99,6 +105,44 @@ def _shade_sides(axes: Axes, baseline: str) -> None:
     name = "base" if baseline == "base model" else "start"
     axes.yaxis.set_major_formatter(lambda value, _: signed_tick(value) if abs(value) > 1e-9 else name)
     axes.set_ylabel(f"nats per token, relative to the {baseline}")
+
+
+def draw_budget(files: RunFiles, changes: list[DomainChange]) -> Figure | None:
+    """Each domain with a forgetting budget relative to its loss at step 0, and the budget as a line."""
+    limits = budget_limits(files)
+    shown = [change for change in changes if change.domain in limits and change.curve]
+    if not shown:
+        return None
+    figure, axes = canvas(NARROW, 2.6)
+    ends = []
+    for change in shown:
+        colour, limit = PALETTE[changes.index(change) % len(PALETTE)], limits[change.domain]
+        axes.plot(*zip(*change.curve, strict=True), color=colour)
+        axes.axhline(limit, color=colour, linestyle="--", linewidth=1.2)
+        ends.append((change.curve[-1][1], change.domain, colour))
+        ends.append((limit, f"budget {limit:g}", colour))
+    axes.axhline(0, color=INK, linewidth=1.0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("nats above step 0")
+    thousands(axes.xaxis)
+    label_ends(axes, ends, gap=0.11)
+    return figure
+
+
+def draw_replay_share(files: RunFiles) -> Figure | None:
+    """The replay share that a forgetting budget decided, by the step from which it was read."""
+    points = share_curve(files)
+    if len(points) < 2:
+        return None
+    figure, axes = canvas(NARROW, 2.6)
+    steps, shares = [step for step, _ in points], [share for _, share in points]
+    axes.step(steps, shares, where="post", color=PALETTE[1])
+    axes.set_ylim(0, 1.12 * max(shares))
+    axes.set_xlabel("step")
+    axes.set_ylabel("replay share")
+    thousands(axes.xaxis)
+    label_ends(axes, [(shares[-1], f"{shares[-1]:.1%}", PALETTE[1])])
+    return figure
 
 
 def draw_loss(files: RunFiles, width: float) -> Figure | None:

@@ -83,7 +83,7 @@ def _advice(files: RunFiles, tokens: list[DomainTokens]) -> Iterator[str]:
 
 
 def _has_stages(files: RunFiles) -> bool:
-    """The shares changed on the way: half-way through they are not those of the whole run."""
+    """The shares changed on the way, by stages or by a forgetting budget, so that they are not those of the plan."""
     ledger = files.records.get("ledger.json", {}).get("stages")
     planned = files.records.get("blend.json", {}).get("stages")
     return any(isinstance(stages, list) and len(stages) > 1 for stages in (ledger, planned))

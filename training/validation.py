@@ -30,6 +30,7 @@ from training.document_losses import (
     save_first,
 )
 from training.documents import packing_arguments, schedule_shape
+from training.follow_budget import follow_budget
 from training.global_totals import num_model_chunks
 from training.progress import VALIDATION_TIME, Progress
 
@@ -104,16 +105,18 @@ class DomainValidation(pl.Callback):
         if not found:
             return
         losses = {name: loss for name, (loss, _) in found.items()}
+        run: RunDir | None = next((c.run for c in trainer.callbacks if isinstance(c, Progress)), None)
+        share = follow_budget(trainer, losses, run, self.every_n_steps)
         for checkpoint in (c for c in trainer.callbacks if isinstance(c, StepCheckpoint)):
             checkpoint.domain_losses = (trainer.global_step, losses)
         if trainer.is_global_zero:
             by_document = {name: documents for name, (_, documents) in found.items()}
-            first_step, first = self._first_validation(trainer, by_document)
+            first_step, first = self._first_validation(trainer, run, by_document)
             rows = {
                 name: domain_row(loss, by_document[name], data.domains[name], first.get(name), first_step)
                 for name, loss in losses.items()
             }
-            self._report(trainer, rows, time.perf_counter() - start)
+            self._report(trainer, rows, time.perf_counter() - start, share)
         VALIDATION_TIME.seconds += time.perf_counter() - start
 
     def measure(self, trainer: pl.Trainer) -> Found:
@@ -132,10 +135,9 @@ class DomainValidation(pl.Callback):
         return found
 
     def _first_validation(
-        self, trainer: pl.Trainer, now: dict[str, DocumentLosses]
+        self, trainer: pl.Trainer, run: RunDir | None, now: dict[str, DocumentLosses]
     ) -> tuple[int, dict[str, DocumentLosses]]:
         """Step and losses of the run's first validation, which is this one if none was kept before."""
-        run: RunDir | None = next((c.run for c in trainer.callbacks if isinstance(c, Progress)), None)
         if self._first is None and run is not None and trainer.global_step > 0:
             self._first = load_first(run.first_validation)
         if self._first is None:
@@ -144,7 +146,7 @@ class DomainValidation(pl.Callback):
                 save_first(run.first_validation, *self._first)
         return self._first
 
-    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, Any]], seconds: float) -> None:
+    def _report(self, trainer: pl.Trainer, rows: dict[str, dict[str, Any]], seconds: float, share: Any) -> None:
         """Write the measures of each domain to the log, to the loggers (TensorBoard) and to metrics.jsonl."""
         step, mean = trainer.global_step, sum(row["loss"] for row in rows.values()) / len(rows)
         for name, row in rows.items():
@@ -154,6 +156,7 @@ class DomainValidation(pl.Callback):
                 logger.log_metrics(numbers, step=step)
         for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
             row = {"step": step, "time": time.time(), "seconds": seconds, "val_loss": mean, "validation": rows}
+            row |= {} if share is None else {"forgetting_budget": share}
             progress.append_metrics(row)
 
 

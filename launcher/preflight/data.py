@@ -18,6 +18,7 @@ from data.manifest import SPLITS, Manifest, load_manifest
 from data.resolve_blend import load_run_blend
 from data.stages import resolve_boundaries
 from launcher.preflight.findings import Finding, error, warning
+from recipes.forgetting import check_budget
 from recipes.plan import Plan
 from recipes.qwen25 import QWEN25_500M, TINY
 from recipes.stages import resolve_plan_stages, run_length
@@ -68,11 +69,14 @@ def check_corpora(plan: Plan, run: RunDir) -> Iterator[Finding]:
 
 
 def check_blend(plan: Plan, run: RunDir) -> Iterator[Finding]:
-    """Check the description of the blend and the ends of its stages, for which no corpus is needed."""
-    if plan.blend is None or isinstance(plan.blend, str) and not Path(plan.blend).exists():
+    """Check the description of the blend, its budget and the ends of its stages, for which no corpus is needed."""
+    if isinstance(plan.blend, str) and not Path(plan.blend).exists():
         return  # a file that is only where the run trains
     try:
-        resolve_boundaries(load_run_blend(plan.blend).stages, run_length(plan))
+        blend = None if plan.blend is None else load_run_blend(plan.blend)
+        check_budget(plan, blend)
+        if blend is not None:
+            resolve_boundaries(blend.stages, run_length(plan))
     except ProjectError as problem:
         yield Finding(problem)
 

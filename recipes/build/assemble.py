@@ -44,6 +44,8 @@ def pretrain(plan: Plan) -> run.Partial:
     recipe.trainer.callbacks = callbacks.default()
     if plan.isolate_documents:  # else unset, so that configurations written before it existed are the same
         recipe.data.isolate_documents = True
+    if plan.forgetting_budget is not None:
+        recipe.data.forgetting_budget, recipe.data.replay_bounds = plan.forgetting_budget, plan.replay_bounds
     if plan.accelerator == "cpu":
         _for_cpu(recipe)
     elif plan.world_size > 1:

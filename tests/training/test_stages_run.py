@@ -172,6 +172,50 @@ def test_a_merge_is_validated_on_the_same_samples(folder: Path) -> None:
     assert call_in_fork(_launch, "resume", "soup", "max_steps=9", cwd=folder) == UserError.exit_code
 
 
+BUDGET = ("forgetting_budget={'prose': 0.02}", "trainer.val_check_interval=3", "data.num_workers=1")
+
+
+def _train_with_budget(sample: Path) -> None:
+    from common.spec import RunSpec
+    from launcher import launch
+
+    blend = {key: value for key, value in _blend(sample).items() if key != "stages"}
+    Path("plain.json").write_text(json.dumps(blend))
+    words: tuple[str, ...] = (*SHORT, "data.paths=None", "data.blend=plain.json", "log.ckpt.keep_last=9", *BUDGET)
+    words += ("trainer.max_steps=12", "log.ckpt.every_n_train_steps=4", "trainer.limit_val_batches=1")
+    words += (f"data.index_mapping_dir={Path.cwd() / 'cache'}", "optim.config.lr=0.01", "warmup_steps=0")
+    assert launch.launch(RunSpec(recipe="qwen25_tiny", name="steered", overrides=words)) == 0
+
+
+def _decisions(run: RunDir) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return [row["forgetting_budget"] | {"step": row["step"]} for row in rows if "forgetting_budget" in row]
+
+
+def test_a_budget_moves_the_share_and_a_resume_repeats_it(nemo: None, sample: Path, tmp_path: Path) -> None:
+    """With a data worker that reads two steps ahead, resumed between a decision (3) and its first step (5)."""
+    call_in_fork(_train_with_budget, sample, cwd=tmp_path)
+    run, again = (RunDir(name, tmp_path / "runs") for name in ("steered", "again"))
+    decisions = _decisions(run)
+    assert [row["step"] for row in decisions] == [0, 3, 6, 9, 12] and "next_share" not in decisions[0]
+    assert [row["from_step"] for row in decisions[1:]] == [5, 8, 11, 14]
+    shares = [row["share"] for row in decisions]
+    assert shares[:2] == [0.25, 0.25] and shares[2] == decisions[1]["next_share"] != 0.25
+    ledger = read_ledger(run.ledger)
+    assert [(stage.first, stage.decided) for stage in ledger.stages] == [(0, None), (5, 3), (8, 6), (11, 9), (14, 12)]
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    last = [row for row in rows if "consumed_tokens" in row][-1]
+    assert last["consumed_tokens"] == {name: count * 256 for name, count in ledger.read.items()}  # as the workers read
+    assert call_in_fork(_launch, "resume", "steered", "--from", "step-4", "--name", "again", cwd=tmp_path) == 0
+    assert _losses(again) == _losses(run) and len(_losses(run)) == 12
+    assert _decisions(again) == decisions
+    assert read_ledger(again.ledger).segments() == ledger.segments()
+
+    from report.report import write_report
+
+    assert "The forgetting budget" in write_report(run.path).read_text()
+
+
 def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of the samples of `code` that a plain run has not read, and what a changed run reads of it first."""
     import types
