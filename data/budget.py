@@ -53,8 +53,9 @@ class Budget:
             before: the same at the validation before this one; a domain without an entry had used nothing.
         """
         expected = max(now + (now - before.get(name, 0.0)) for name, now in used.items())
-        step = GAIN * (expected - AIM)
-        step = min(max(step, -MOST_STEP), MOST_STEP)
+        if math.isnan(expected):  # of a run that diverged
+            return share
+        step = min(max(GAIN * (expected - AIM), -MOST_STEP), MOST_STEP)
         odds = math.log(share / (1.0 - share)) + step
         return self.clip(1.0 / (1.0 + math.exp(-odds)))
 

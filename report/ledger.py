@@ -90,7 +90,10 @@ def check_ledger(files: RunFiles) -> Iterator[Item]:
         yield Item(NAME, "fail", EXPECTED, "ledger.json cannot be read")
         return
     problems = [*_gaps(ledger), *_other_counts(files, ledger)]
-    stages = "1 stage" if len(ledger.stages) == 1 else f"{len(ledger.stages)} stages"
+    decided = sum(stage.decided is not None for stage in ledger.stages)
+    planned = len(ledger.stages) - decided
+    stages = "1 stage" if planned == 1 else f"{planned} stages"
+    stages += f", {decided} shares decided by the forgetting budget," if decided else ""
     tokens = ", ".join(f"{name} {samples * ledger.seq_length:,}" for name, samples in ledger.read.items())
     changes = [f"changed at step {stage.first}: {stage.change}" for stage in ledger.stages if stage.change]
     found = "; ".join([f"{stages} up to step {ledger.step}", f"tokens: {tokens}", *changes])

@@ -24,6 +24,7 @@ def test_the_share_follows_the_most_used_budget() -> None:
     assert used == pytest.approx({"r": 0.5, "w": 1.5})
     assert BUDGET.next_share(0.2, used, used) > 0.2
     assert BUDGET.next_share(0.2, {"r": 0.5, "w": AIM}, {"r": 0.5, "w": AIM}) == pytest.approx(0.2)
+    assert BUDGET.next_share(0.2, {"r": float("nan")}, {}) == 0.2
     assert BUDGET.next_share(0.2, {"r": -1.0, "w": 0.3}, {"r": -1.0, "w": 0.3}) < 0.2
 
 
@@ -34,6 +35,7 @@ def test_it_sees_a_rise_before_the_budget_is_used() -> None:
 
 
 @given(share=st.floats(0.02, 0.6), used=st.floats(-50, 50), before=st.floats(-50, 50))
+@settings(deadline=None)
 def test_the_share_stays_within_its_bounds_and_moves_by_one_step_at_most(
     share: float, used: float, before: float
 ) -> None:

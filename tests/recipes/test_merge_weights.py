@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
@@ -16,12 +16,14 @@ STEPS = st.lists(st.integers(0, 400), min_size=2, max_size=9, unique=True).map(s
 
 
 @given(STEPS, st.sampled_from(SHAPES))
+@settings(deadline=None)
 def test_they_are_shares(steps: list[int], shape: str) -> None:
     weights = merge_weights(steps, shape)
     assert len(weights) == len(steps) and min(weights) >= 0 and sum(weights) == pytest.approx(1)
 
 
 @given(STEPS)
+@settings(deadline=None)
 def test_a_merge_is_a_decay_of_the_updates(steps: list[int]) -> None:
     """With one update per step, and the learning rates of the schedule `wsd` that decays over these steps to 0."""
     first, last = steps[0], steps[-1]

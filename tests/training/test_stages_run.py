@@ -215,6 +215,11 @@ def test_a_budget_moves_the_share_and_a_resume_repeats_it(nemo: None, sample: Pa
 
     assert "The forgetting budget" in write_report(run.path).read_text()
 
+    from report.passport import make_passport
+
+    item = next(item for item in make_passport(run.path).items if item.name == "token ledger")
+    assert item.state == "pass" and "4 shares decided" in item.found
+
 
 def _samples_after_a_change(sample: Path) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of the samples of `code` that a plain run has not read, and what a changed run reads of it first."""
