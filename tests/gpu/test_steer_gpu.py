@@ -35,7 +35,13 @@ def test_workers_read_what_the_budget_decided_and_a_merge_is_validated(tmp_path:
     ]
     blend = tmp_path / "blend.json"
     blend.write_text(json.dumps({"domains": domains, "replay_share": 0.25}))
-    words = ("--recipe", "qwen25_500m_single", "data.global_batch_size=4", "data.paths=None", f"data.blend={blend}")
+    words: tuple[str, ...] = (
+        "--recipe",
+        "qwen25_500m_single",
+        "data.global_batch_size=4",
+        "data.paths=None",
+        f"data.blend={blend}",
+    )
     words += ("forgetting_budget={'old': 0.1}", f"trainer.val_check_interval={INTERVAL}", "data.num_workers=2")
     train(tmp_path, "run", *words, saved=SAVED, last=LAST)
     run = tmp_path / "runs" / "run"
