@@ -100,6 +100,8 @@ def make_forecast(request: ForecastRequest) -> tuple[RunDir, Forecast]:
     notes = []
     if isinstance(known.plan.blend, dict) and known.plan.blend.get("stages"):
         notes.append("the blend changes on the way, which the law does not know")
+    if known.plan.forgetting_budget is not None:
+        notes.append("the replay share follows a forgetting budget, which the law does not know")
     return run, Forecast(
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         step=cut,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from planning.loss_law import Floats
 
 # two runs are of one kind if these numbers are equal: length, learning rate, schedule and seed may differ
-_KIND = ("shape", "base", "data", "blend", "replay_share", "seq_length", "tokens_per_step")
+_KIND = ("shape", "base", "data", "blend", "replay_share", "forgetting_budget", "seq_length", "tokens_per_step")
 _OTHER_RATE = 0.01  # share by which a logged learning rate may differ from the schedule's
 
 

@@ -120,8 +120,11 @@ def _training(rate: float, share: float | None, steps: int) -> Training:
 
 
 def _replay_share(plan: Plan) -> float | None:
-    """The share that can be varied: of a blend with a replay domain, without stages, which have shares of their own."""
-    if plan.blend is None:
+    """The share that can be varied: of a blend with a replay domain, without stages, which have shares of their own.
+
+    A forgetting budget moves the share by itself, so that only the learning rate is left to try.
+    """
+    if plan.blend is None or plan.forgetting_budget is not None:
         return None
     blend = load_run_blend(plan.blend)
     if blend.stages or not any(domain.role == "replay" for domain in blend.domains):
@@ -135,7 +138,7 @@ def _shares(request: PilotRequest, share: float | None) -> tuple[float | None, .
         if asked is not None:
             raise UserError(
                 "--shares needs replay",
-                expected="a blend with a domain of the role replay, and without stages",
+                expected="a blend with a domain of the role replay, without stages and forgetting budget",
                 found="no such blend",
                 do="leave --shares out",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,19 @@ def _loss(spec: RunSpec, step: int, level: float) -> float:
 
 
 def write_run(
-    root: Path, name: str, profile: str, level: float, until: int = STEPS, every: int = EVERY, start: bool = True
+    root: Path,
+    name: str,
+    profile: str,
+    level: float,
+    until: int = STEPS,
+    every: int = EVERY,
+    start: bool = True,
+    more_words: tuple[str, ...] = (),
 ) -> RunDir:
     """A run of qwen25_tiny that has trained `until` steps."""
     run = RunDir(name, root)
     run.path.mkdir(parents=True)
-    words = ("optim.config.lr=2e-3", f"trainer.val_check_interval={every}")
+    words = ("optim.config.lr=2e-3", f"trainer.val_check_interval={every}", *more_words)
     spec = RunSpec(recipe="qwen25_tiny", profile=profile, runs=str(root), name=name, overrides=words)
     run.spec_file.write_text(spec.to_json())
     wiggle = sum(map(ord, name)) % 7
@@ -84,6 +92,16 @@ def test_alone_the_interval_is_wider_and_holds_the_outcome(root: Path) -> None:
     assert not one.earlier_runs and one.earlier_error is None
     assert one.low < _loss(RunDir("now", root).spec(), STEPS, 5.0) < one.high
     assert one.high - one.low > 2 * ((with_runs := _forecast(root, "now").domains["prose"]).high - with_runs.low)
+
+
+def test_a_share_that_moves_by_itself_is_said_and_makes_another_kind(root: Path) -> None:
+    run = write_run(root, "budget", "polish", 5.0, until=100, more_words=("forgetting_budget={'prose': 0.1}",))
+    try:
+        found = _forecast(root, "budget")
+    finally:
+        shutil.rmtree(run.path)
+    assert found.notes == ("the replay share follows a forgetting budget, which the law does not know",)
+    assert not found.domains["prose"].earlier_runs
 
 
 def test_what_was_measured_later_changes_nothing(root: Path) -> None:

@@ -57,6 +57,8 @@ def test_without_replay_only_the_learning_rate_is_tried() -> None:
     design = make_design(PilotRequest(recipe="qwen25_tiny", profile="wsd", budget="60%"))
     assert len(design.trainings) == 8 and {one.share for one in design.trainings} == {None}
     plan = resolve(training_spec(design, design.trainings[-1], "r")).plan
+    budget = PilotRequest(recipe=RECIPE, overrides=["forgetting_budget={'prose': 0.1}", *BUDGET], budget="60%")
+    assert {one.share for one in make_design(budget).trainings} == {None}
     assert (plan.max_steps, plan.fork_step, plan.decay_steps) == (40, 34, 6) and plan.min_lr == pytest.approx(
         plan.max_lr / 100, rel=0.01
     )
