@@ -10,7 +10,7 @@ line of its own file which binds it, without running the others.
 What comes out is the module, class or function that the plain import gives. The exceptions are the three functions
 under `calls`: until their module is loaded they are functions that load it and pass the call on. A module that does
 not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_IMPORTS=0 switches all of it off, 1 on;
-by default it is on where Transformer Engine is not installed, because it has not been tried on a GPU.
+by default it is on where Transformer Engine is not installed, because its gain on a GPU has not been measured.
 """
 
 from __future__ import annotations

