@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from common.commands import launch_command
-from common.errors import UserError, unknown_name
+from common.errors import ProjectError, UserError, unknown_name
 from common.files import write_atomic
 from common.json_files import read_json_object
 from common.rundir import RUNS, RunDir, find_run
+from data.resolve_blend import load_run_blend
 from planning.forecast_request import ForecastRequest
 from planning.known_run import KnownRun, can_teach, find_runs_like, read_known_run
 from planning.loss_law import Curve, fit_alone, fit_earlier
 
 if TYPE_CHECKING:
     from planning.loss_law import Floats
+    from recipes.plan import Plan
 
 LEAST_EARLIER = 2  # runs that a law can be learned from: each is forecast from the others
 LEAST_POINTS = 5  # validations of the first part that a law can be learned from without earlier runs
@@ -97,11 +100,6 @@ def make_forecast(request: ForecastRequest) -> tuple[RunDir, Forecast]:
         like = list(find_runs_like(known, run.path.parent))
     domains = {name: _forecast_domain(known, name, cut, part, like) for name in _names(known, request)}
     later = any(len(known.curves[name].between(cut, known.plan.max_steps).steps) for name in domains)
-    notes = []
-    if isinstance(known.plan.blend, dict) and known.plan.blend.get("stages"):
-        notes.append("the blend changes on the way, which the law does not know")
-    if known.plan.forgetting_budget is not None:
-        notes.append("the replay share follows a forgetting budget, which the law does not know")
     return run, Forecast(
         made=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         step=cut,
@@ -109,9 +107,21 @@ def make_forecast(request: ForecastRequest) -> tuple[RunDir, Forecast]:
         run_step=known.step,
         hindsight=later,
         law=LAW,
-        notes=tuple(notes),
+        notes=tuple(_notes(known.plan)),
         domains=domains,
     )
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """What moves on the way and the law does not know."""
+    try:
+        has_stages = plan.blend is not None and bool(load_run_blend(plan.blend).stages)
+    except ProjectError:  # its file is gone
+        has_stages = False
+    if has_stages:
+        yield "the blend changes on the way, which the law does not know"
+    if plan.forgetting_budget is not None:
+        yield "the replay share follows a forgetting budget, which the law does not know"
 
 
 def _other(other: RunDir, run: RunDir) -> RunDir:

@@ -94,13 +94,20 @@ def test_alone_the_interval_is_wider_and_holds_the_outcome(root: Path) -> None:
     assert one.high - one.low > 2 * ((with_runs := _forecast(root, "now").domains["prose"]).high - with_runs.low)
 
 
-def test_a_share_that_moves_by_itself_is_said_and_makes_another_kind(root: Path) -> None:
-    run = write_run(root, "budget", "polish", 5.0, until=100, more_words=("forgetting_budget={'prose': 0.1}",))
+def test_a_share_that_moves_by_itself_is_said_and_makes_another_kind(root: Path, tmp_path: Path) -> None:
+    blend = tmp_path / "blend.yaml"
+    stages = "stages: [{until: decay_start, weights: {a: 1}}, {weights: {b: 1}}]"
+    blend.write_text(f"domains: [{{name: a, folder: a, role: new}}, {{name: b, folder: b, role: new}}]\n{stages}\n")
+    words = ("forgetting_budget={'prose': 0.1}", f"data.blend={blend}")
+    run = write_run(root, "budget", "polish", 5.0, until=100, more_words=words)
     try:
         found = _forecast(root, "budget")
     finally:
         shutil.rmtree(run.path)
-    assert found.notes == ("the replay share follows a forgetting budget, which the law does not know",)
+    assert [note.partition(",")[0] for note in found.notes] == [
+        "the blend changes on the way",
+        "the replay share follows a forgetting budget",
+    ]
     assert not found.domains["prose"].earlier_runs
 
 
