@@ -211,9 +211,11 @@ def _validate(run: RunDir, newest: Path, merged: Path, building: RunDir) -> dict
         cluster=None,
         resume=False,
         change_blend=False,
+        dryrun=False,  # of a run that was written by a dry run and started by other means
+        write=False,
         gates=False,
         retries=0,
-        overrides=(*run.spec().overrides, "trainer.num_nodes=1", "log.loggers=None"),
+        overrides=(*run.spec().overrides, "trainer.num_nodes=1", "log.loggers=None", "resume.base=None"),
         validate=(str(newest), str(merged)),
         first_validation=str(run.first_validation),
     )
