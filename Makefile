@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Some container images set it. Then every process compiles what it imports: 30 s of a CPU each time for NeMo.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check setup clean style types light every format imports
+.PHONY: demo story test check setup clean style types light every format imports
 
 setup: $(STAMP)
 
@@ -44,6 +44,30 @@ $(REPORT): $(STAMP)
 	$(LAUNCH) convert export runs/demo-replay models/demo-code
 	$(LAUNCH) passport demo-replay
 	$(LAUNCH) report demo-replay --against demo-no-replay
+
+STORY := runs/story/report.html
+STORY_RUN := qwen25_tiny_cpt --profile wsd --tokens 409600 optim.config.lr=1e-3
+
+# plan -> pilot -> a run with a final stage -> its forecast while it trains -> soup -> report (docs/story.md)
+story: $(STORY)
+	@echo "report:     $(STORY)   (open it in a browser)"
+	@echo "pilot:      pilots/story/pilot.png"
+
+$(STORY): $(STAMP)
+	rm -rf runs/story runs/story-base runs/story-soup pilots/story corpora/story
+	$(LAUNCH) data sample
+	test -d models/qwen25-tiny || $(LAUNCH) --recipe qwen25_tiny --name story-base
+	test -d models/qwen25-tiny || $(LAUNCH) convert export runs/story-base models/qwen25-tiny
+	$(LAUNCH) data prepare launcher report watch --as-text .py --tokenizer models/qwen25-tiny --output corpora/story
+	$(LAUNCH) plan $(STORY_RUN) data.blend=docs/examples/blends/story.yaml
+	$(LAUNCH) pilot $(STORY_RUN) --name story --budget 90%
+	command=$$($(BIN)/python -c 'import json; print(json.load(open("pilots/story/pilot.json"))["command"])'); \
+	$$command --name story data.blend=docs/examples/blends/story.yaml \
+	  trainer.val_check_interval=10 log.ckpt.every_n_train_steps=20 log.ckpt.keep_last=5 & run=$$!; \
+	until $(LAUNCH) forecast story --at 100 2>/dev/null; do kill -0 $$run || exit 1; sleep 5; done; wait $$run
+	$(LAUNCH) soup story --last 4 --shape uniform --keep story-soup
+	$(LAUNCH) passport story
+	$(LAUNCH) report story
 
 # style, types, imports, and the tests that need no NeMo
 check: $(STAMP)
