@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from common import run_lock
 from common.checkpoint_files import check_undamaged, record_files
-from common.commands import launch_command
+from common.commands import launch_command, python_path
 from common.domain_losses import FORGOTTEN, LEARNED, format_change, name_change
 from common.errors import ProjectError, UserError
 from common.json_files import read_json_object
@@ -32,7 +32,6 @@ from recipes.merge_weights import merge_weights
 if TYPE_CHECKING:
     from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULT = "checkpoints-validated.json"  # training/validate_checkpoints.py writes it
 WORDS = {LEARNED: "better", FORGOTTEN: "worse"}
 _SHAPE = (
@@ -185,7 +184,7 @@ def _merge(checkpoints: list[Path], weights: tuple[float, ...], building: RunDir
             shutil.copytree(newest / part, merged / part)
     pairs = [word for pair in zip(map(repr, weights), map(str, checkpoints), strict=True) for word in pair]
     # a process of its own: the environment of the validation is set before this one imports torch
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+    environ = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-m", "convert.merge", str(merged / "weights"), *pairs]
     done = subprocess.run(command, env=environ, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:

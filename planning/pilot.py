@@ -34,13 +34,12 @@ from common.metric_rows import read_metric_rows
 from common.run_status import read_status
 from common.rundir import RunDir, check_run_name
 from common.spec import RunSpec
+from common.version import ROOT
 from data.resolve_blend import load_run_blend
 from launcher.earlier_runs import PILOT_FILE, PILOTS
 from planning.pilot_design import Design, Training, training_spec
 from planning.pilot_fit import Objective, Recommendation, Result
 from planning.pilot_request import PilotRequest
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
