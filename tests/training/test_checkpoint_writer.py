@@ -64,7 +64,10 @@ def test_a_failed_save_ends_the_run(
     assert [path.name for path in RunDir("run", tmp_path / "runs").complete_checkpoints()] == ["step-2"]
 
 
-def _train_slowly(sample: Path) -> tuple[list[int], list[str]]:
+LOG, WAITING = "runs/run/logs/attempt-1/rank-0.log", "is still being written; waiting"
+
+
+def _save_late(sample: Path) -> tuple[list[int], list[str]]:
     """Train; the number of saves under way when each begins, and what NeMo's marker found already written."""
     from nemo import lightning as nl
 
@@ -79,10 +82,14 @@ def _train_slowly(sample: Path) -> tuple[list[int], list[str]]:
         pending.append(checkpoints._pending_saves(trainer))
         stock(self, trainer, path)
 
-    def finish_slowly(self: Any) -> None:
+    def finish_late(self: Any) -> None:
+        """Not before the next save asks for it, which the log says, however slow the steps are."""
         import time
 
-        time.sleep(1.0)
+        step, log = int(self._path.partition("step-")[2].partition("/")[0]), Path(LOG)
+        end = time.monotonic() + 60
+        while step < 6 and log.read_text().count(WAITING) < step // 2 and time.monotonic() < end:
+            time.sleep(0.05)
         finish(self)
 
     def look(path: Any, barrier_before: bool = False) -> None:
@@ -91,17 +98,16 @@ def _train_slowly(sample: Path) -> tuple[list[int], list[str]]:
 
     nl.ModelCheckpoint._save_checkpoint = save_and_count
     nl.ModelCheckpoint.remove_checkpoint_unfinished_marker = staticmethod(look)
-    checkpoint_writer.HashedFile.finish = finish_slowly
+    checkpoint_writer.HashedFile.finish = finish_late
     train(sample, *SAVES)
     return pending, written
 
 
 def test_one_save_at_a_time_and_whole_before_complete(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    pending, written = forked(_train_slowly, sample)
+    pending, written = forked(_save_late, sample)
     assert pending == [0, 0, 0]  # the save before was waited for
     assert written == 3 * ["command.txt", "config.yaml", "env.json", "files.json", "ledger.json", "version.txt"]
-    log = (tmp_path / "runs/run/logs/attempt-1/rank-0.log").read_text()
-    assert log.count("is still being written; waiting") == 2
+    assert (tmp_path / LOG).read_text().count(WAITING) == 2
 
 
 def _flip_bit(path: Path) -> None:
