@@ -29,6 +29,9 @@ SECONDS = {"slow": 30.0, "daemons": 20.0, "nemo": 8.0}  # of a test with this ma
 _SERVING = pytest.StashKey[ExitStack]()
 
 
+_THREADS: list[int] = []  # of torch, before this process keeps to one
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A file that is all about NeMo imports it: it is not read when `-m` leaves NeMo out."""
     if "not nemo" not in config.option.markexpr or collection_path.suffix != ".py":
@@ -65,6 +68,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError(f"a file of tests without pytest.mark.nemo imports {' and '.join(sorted(heavy))}")
     if any(item.get_closest_marker("nemo") for item in session.items) and not session.config.option.collectonly:
         session.config.stash[_SERVING].enter_context(fork_server.serving())
+    _keep_to_one_thread()
+
+
+def _keep_to_one_thread() -> None:
+    """Let torch make no threads in this process: a fork has none of them, but waits for them in its first large sum."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not _THREADS:
+        _THREADS.append(torch.get_num_threads())
+        torch.set_num_threads(1)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -98,6 +110,8 @@ def sample() -> Path:
 
 def _child(send: Any, function: Callable[..., Any], args: tuple[Any, ...], cwd: Path) -> None:
     os.chdir(cwd)
+    if _THREADS:
+        sys.modules["torch"].set_num_threads(_THREADS[0])
     try:
         send.send((function(*args), None))
     except BaseException as error:  # noqa: BLE001 - handed to the parent
