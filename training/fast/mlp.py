@@ -8,6 +8,8 @@ backward pass instead of being kept. QuACK: https://github.com/Dao-AILab/quack.
 from __future__ import annotations
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,6 +75,8 @@ def find_problem(config: Any) -> str | None:
     """Why the MLP blocks of a model of this Megatron configuration cannot be replaced, or None."""
     if not is_installed():
         return f"QuACK is not installed: {_INSTALL}"
+    if os.access(Path.home(), os.W_OK):  # its default is below /tmp, where another user may have put kernels
+        os.environ.setdefault("QUACK_CACHE_DIR", str(Path.home() / ".cache" / "quack"))
     try:
         import quack.gemm_interface  # noqa: F401
     except Exception as error:  # whatever its compiler's version makes of it
