@@ -1,16 +1,18 @@
 """A drill: faults at random moments of a small run, which must end with the weights of an undisturbed one.
 
-    python -m bench.drill [--minutes 5] [--faults 100] [--seed 0] [--ranks 2] [--full-disk]
+    python -m bench.drill [--minutes 5] [--faults 100] [--seed 0] [--ranks 2] [--no-full-disk]
 
 Trains qwen25_tiny on the CPU twice: undisturbed, and with --retries while processes are killed and stopped at random,
-files of checkpoints damaged, and, with --full-disk (as root), the disk filled. What a retry does not continue, the
-drill does with `launch.py resume`, as a user would. Prints a table, and exits with 1 if the weights differ.
+files of checkpoints damaged, and the disk filled (the run gets a small one of its own where this user may mount it).
+What a retry does not continue, the drill does with `launch.py resume`, as a user would. Prints a table, and exits with
+1 if the weights differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import random
 import shutil
 import signal
@@ -70,6 +72,8 @@ class Drill:
             STOPPED: self._stop_rank,
             "flip a bit of the newest checkpoint, kill a rank": self._flip,
         }
+        if self.ranks > 1:
+            found["kill torchrun"] = self._kill_torchrun
         if self.disk is not None:
             found["fill the disk"] = self._fill_disk
         return found
@@ -84,7 +88,10 @@ class Drill:
         start, step, starts = time.monotonic(), self.run.last_step(), self.run.starts
         attempts = len(self.run.run.attempts)
         self.fault = f"{name}, step {step}"
-        if self.run.exit_code() is None and not self.faults()[name]():
+        if self.run.exit_code() is not None:  # of the fault before: there is nothing to hit until the run is on again
+            self.continue_until(lambda: self.run.last_step() > step)
+            return
+        if not self.faults()[name]():
             return
         if name != STOPPED:  # a child that the run did not need any more may have been hit: then it trains on
             self.continue_until(lambda: len(self.run.run.attempts) > attempts or self.run.last_step() >= step + UNHURT)
@@ -122,6 +129,10 @@ class Drill:
         pid = self._rank()
         return pid is not None and kill(pid)
 
+    def _kill_torchrun(self) -> bool:
+        pid = self.run.torchrun()
+        return pid is not None and kill(pid)
+
     def _kill_saving(self) -> bool:
         return wait_for(self.run.is_saving, 20) and self._kill_rank()
 
@@ -156,11 +167,11 @@ class Drill:
         return kill(pid, signal.SIGCONT)
 
     def _flip(self) -> bool:
-        newest = self.run.run.complete_checkpoints()[-1:]
-        files = sorted((newest[0] / "weights").glob("*.distcp")) if newest else []
-        if len(self.run.run.complete_checkpoints()) < 2 or not files:
+        whole = self.run.run.complete_checkpoints()
+        if len(whole) < 2:
             return False
         with contextlib.suppress(OSError):  # retention may delete it meanwhile
+            files = sorted(path for path in whole[-1].rglob("*") if path.is_file() and path.stat().st_size)
             flip_bit(self.rng.choice(files), self.rng)
         return self._kill_rank()
 
@@ -176,9 +187,16 @@ class Drill:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, mib: int = 400) -> Iterator[Path]:
-    """A file system in memory of this size (mounted, so only for root)."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], check=True)
+def small_disk(folder: Path, mib: int = 400) -> Iterator[Path | None]:
+    """A file system in memory of this size, which only root may mount; None where it cannot be mounted."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
+    problem = "only root may mount one"
+    if os.geteuid() == 0:
+        problem = subprocess.run(mount, stderr=subprocess.PIPE, text=True).stderr.strip()
+    if problem:
+        print(f"no disk is filled: there is no small one ({problem})", flush=True)
+        yield None
+        return
     try:
         yield folder
     finally:
@@ -199,10 +217,10 @@ def run_drill(folder: Path, options: argparse.Namespace) -> bool:
     assert undisturbed.launcher is not None
     if undisturbed.launcher.wait() != 0:
         raise SystemExit(f"the undisturbed run failed: see {undisturbed.output[-1]}")
-    with small_disk(_made(folder / "disk")) if options.full_disk else contextlib.nullcontext(folder) as place:
+    with small_disk(_made(folder / "disk")) if options.full_disk else contextlib.nullcontext() as disk:
         words = [*words, "--retries=1000", "--retry-wait=0"]
-        run = DrilledRun(place, corpus, "disturbed", words)
-        drill = Drill(run, random.Random(options.seed), options.ranks, place if options.full_disk else None)
+        run = DrilledRun(disk or folder, corpus, "disturbed", words)
+        drill = Drill(run, random.Random(options.seed), options.ranks, disk)
         run.start()
         end = time.monotonic() + 60 * options.minutes
         while time.monotonic() < end and not run.is_finished and _count(drill) < options.faults:
@@ -240,7 +258,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--full-disk", action="store_true", help="also fill the disk (mounts one of its own: root)")
+    parser.add_argument("--no-full-disk", dest="full_disk", action="store_false", help="do not mount and fill a disk")
     parser.add_argument("--keep", type=Path, help="work in this folder and leave it")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="drill-")) if options.keep is None else _made(options.keep)

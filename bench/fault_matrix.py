@@ -4,9 +4,11 @@
         [--recipe NAME] [path=value ...]
 
 Each case is a run of qwen25_tiny on the CPU, or of another recipe (on a GPU two runs differ in the last bits, so that
-their weights are not compared). The table says within how many seconds of the signal the launcher ended,
-with which exit code, how many processes were left behind three seconds later, and whether the run, resumed where it had
-not finished, has the weights of an undisturbed one. Exits with 1 if a process is left or the weights differ.
+their weights are not compared). The table says how many seconds after the signal the launcher ended and with which exit
+code, after how many every process of the run had ended and how many had to be killed, and whether the run, resumed
+where it had not finished, has the weights of an undisturbed one. A case in which there was no such process is tried
+three times, and then counted as not done; after one that fails, the next ones are done all the same. Exits with 1
+unless every case was done and went well; the files of those that went wrong are kept.
 """
 
 from __future__ import annotations
@@ -18,18 +20,68 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import psutil
 
 from bench.faults import ROOT, DrilledRun, kill, wait_for
 from common.json_files import read_json_lines, read_json_object
 from common.processes import is_alive
 
 LIMIT_S = 240.0
+ORPHANS_S = 60.0  # ranks whose launcher was killed finish their step, save and stop
+LEFT_BEHIND_S = 3.0  # after a launcher that ended by itself
+FIND_S = 5.0  # for the process to appear once the phase has come
+TRIES = 3  # of a case whose process, such as a checkpoint writer, may be gone before it is hit
 STEPS, SAVE_EVERY, VALIDATE_EVERY = 18, 6, 7
 PHASES = ("start", "step", "save", "validation", "end")
 SIGNALS = ("KILL", "TERM", "INT", "STOP")
+RIGHT, WRONG, NOT_DONE = "right", "wrong", "not done"
+COLUMNS = "process | phase | signal | ended after s | exit code | all gone after s | left behind | resumed | equal"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which process gets which signal in which phase; with STOP, CONT follows after `stop_s` seconds."""
+
+    target: str
+    phase: str
+    signal: str
+    stop_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended.
+
+    Args:
+        verdict: RIGHT, WRONG or NOT_DONE.
+        problem: in words, of a case that was not done or ended with an error.
+        ended_s: seconds from the signal until the launcher ended; None if it did not.
+        exit_code: the launcher's.
+        gone_s: seconds from the signal until the last process of the run ended; None if some had to be killed.
+        left: how many had to be killed.
+        resumed: the run had to be resumed to finish.
+        equal: the losses and the last weights are those of the undisturbed run; None where that is not compared.
+    """
+
+    verdict: str
+    problem: str = ""
+    ended_s: float | None = None
+    exit_code: int | None = None
+    gone_s: float | None = None
+    left: int = 0
+    resumed: bool = False
+    equal: bool | None = None
+
+    def cells(self) -> list[str]:
+        """The columns of the table after the first three."""
+        if self.problem:
+            return [f"{self.verdict.upper()}: {self.problem}"]
+        seconds = ["never" if one is None else f"{one:.1f}" for one in (self.ended_s, self.gone_s)]
+        equal = {None: "not compared", True: "yes", False: "NO"}[self.equal]
+        code = "HANGS" if self.ended_s is None else str(self.exit_code)
+        return [seconds[0], code, seconds[1], str(self.left), "yes" if self.resumed else "not needed", equal]
 
 
 def reached(run: DrilledRun, phase: str) -> bool:
@@ -58,8 +110,7 @@ def find_target(run: DrilledRun, target: str, earlier: set[int]) -> int | None:
         holder = read_json_object(run.run.path / ".lock-launcher")
         return holder["pid"] if holder and is_alive(holder["pid"]) else run.launcher.pid
     if target == "torchrun":
-        found = [p.pid for p in psutil.Process(run.launcher.pid).children(recursive=True) if _is_torchrun(p)]
-        return found[0] if found else None
+        return run.torchrun()
     if target.startswith("rank-"):
         return next((state.pid for state in run.ranks() if f"rank-{state.rank}" == target), None)
     children = run.children(0)
@@ -67,68 +118,93 @@ def find_target(run: DrilledRun, target: str, earlier: set[int]) -> int | None:
     return wanted[0] if wanted else None
 
 
-def _is_torchrun(process: psutil.Process) -> bool:
+def do_case(run: DrilledRun, case: Case) -> Outcome:
+    """Do one case, and let the run train to its end; what goes wrong in it does not end the matrix."""
     try:
-        return any(word.endswith("torchrun") for word in process.cmdline())
-    except psutil.Error:
-        return False
+        run.start()
+        pid = _reach(run, case)
+        outcome = _hit(run, case, pid) if pid is not None else Outcome(NOT_DONE, "no such process in this phase")
+        _finish(run)
+    except (subprocess.TimeoutExpired, RuntimeError, OSError) as error:
+        outcome = Outcome(WRONG, f"{error} (see {run.output[-1]})")
+    finally:
+        for pid in run.processes():
+            kill(pid)
+    return outcome
 
 
-def run_case(run: DrilledRun, target: str, phase: str, name: str, stop_s: float) -> tuple[str, bool]:
-    """Do one case; returns the row of the table without its first columns, and whether it went well."""
-    run.start()
+def _reach(run: DrilledRun, case: Case) -> int | None:
+    """Wait for the phase; returns the process to hit, or None if there is none."""
     earlier: set[int] = set()
+    pid: int | None = None
 
     def in_phase() -> bool:
         if run.last_step() and not run.is_saving():
             earlier.update(run.children(0))
-        return reached(run, phase) or run.exit_code() is not None
-
-    wait_for(in_phase, LIMIT_S)
-    pid: int | None = None
+        return reached(run, case.phase) or run.exit_code() is not None
 
     def appears() -> bool:
         nonlocal pid
-        pid = find_target(run, target, earlier)
+        pid = find_target(run, case.target, earlier)
         return pid is not None or run.exit_code() is not None
 
-    wait_for(appears, 5)
-    if pid is None:
-        _finish(run)
-        return "no such process", True
-    processes, start = run.processes(), time.monotonic()
-    kill(pid, getattr(signal, f"SIG{name}"))
-    if name == "STOP":
-        time.sleep(stop_s)
+    wait_for(in_phase, LIMIT_S)
+    wait_for(appears, FIND_S)
+    return pid if run.exit_code() is None else None
+
+
+def _hit(run: DrilledRun, case: Case, pid: int) -> Outcome:
+    """Send the signal; wait for the launcher, then for all other processes, and kill what is left."""
+    seen, start = run.processes(), time.monotonic()
+
+    def has_ended() -> bool:
+        seen.update(run.processes())  # ranks that save start processes
+        return run.exit_code() is not None
+
+    kill(pid, getattr(signal, f"SIG{case.signal}"))
+    if case.signal == "STOP":
+        time.sleep(case.stop_s)
         kill(pid, signal.SIGCONT)
-    ended = wait_for(lambda: run.exit_code() is not None, LIMIT_S)
-    seconds, code = time.monotonic() - start, run.exit_code()
-    wait_for(lambda: not any(map(is_alive, processes)), 3 if code != -signal.SIGKILL else LIMIT_S)
-    left = [pid for pid in processes if is_alive(pid)]
-    for pid in left:
-        kill(pid)
-    if not ended:
-        assert run.launcher is not None
-        run.launcher.kill()
-        run.launcher.wait()
-    resumed = "" if run.is_finished else "yes"
-    _finish(run)
-    return f"{seconds:.0f} | {code if ended else 'HANGS'} | {len(left)} | {resumed or 'not needed'}", ended and not left
+    ended_s = time.monotonic() - start if wait_for(has_ended, LIMIT_S) else None
+    code = run.exit_code()
+
+    def are_gone() -> bool:
+        seen.update(run.processes())
+        return not any(map(is_alive, seen))
+
+    gone = wait_for(are_gone, ORPHANS_S if code == -signal.SIGKILL else LEFT_BEHIND_S)
+    gone_s, left = time.monotonic() - start if gone else None, [pid for pid in seen if is_alive(pid)]
+    for one in left:
+        kill(one)
+    verdict = RIGHT if ended_s is not None and gone else WRONG
+    return Outcome(verdict, "", ended_s, code, gone_s, len(left), resumed=not run.is_finished)
 
 
 def _finish(run: DrilledRun) -> None:
-    """Wait for the launcher; resume until the run has finished."""
+    """Wait for the launcher; resume until the run has finished.
+
+    Raises:
+        RuntimeError, subprocess.TimeoutExpired: it does not finish.
+    """
     for _ in range(4):
         assert run.launcher is not None
         run.launcher.wait(LIMIT_S)
         if run.is_finished:
             return
         run.start()
-    raise RuntimeError(f"the run does not finish: see {run.output[-1]}")
+    raise RuntimeError("the run does not finish")
 
 
-def main() -> int:
-    """Read the options, do the cases, print the table; returns the exit code."""
+def compare(run: DrilledRun, undisturbed: DrilledRun, outcome: Outcome) -> Outcome:
+    """The outcome with whether the run ended with the losses and the weights of the undisturbed one."""
+    if outcome.problem:
+        return outcome
+    equal = run.weights() == undisturbed.weights() and run.losses() == undisturbed.losses()
+    return replace(outcome, equal=equal, verdict=outcome.verdict if equal else WRONG)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--targets", default="")
@@ -137,36 +213,60 @@ def main() -> int:
     parser.add_argument("--stop-s", type=float, default=60.0, help="seconds between STOP and CONT")
     parser.add_argument("--recipe", default="qwen25_tiny")
     parser.add_argument("overrides", nargs="*", help="path=value")
-    options = parser.parse_intermixed_args()
-    on_cpu = options.recipe == DrilledRun.recipe
-    every = ["launcher", "worker", "writer"]
-    every += ["torchrun", *(f"rank-{rank}" for rank in range(options.ranks))] if options.ranks > 1 else []
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    return parser.parse_intermixed_args()
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases that the options ask for, without those in which there can be no such process."""
+    targets = ["launcher", "worker", "writer"]
+    targets += ["torchrun", *(f"rank-{rank}" for rank in range(options.ranks))] if options.ranks > 1 else []
+    return [
+        Case(target, phase, name, options.stop_s)
+        for target in (options.targets.split(",") if options.targets else targets)
+        for phase in options.phases.split(",")
+        for name in options.signals.split(",")
+        if (target, phase) != ("worker", "start") and (target != "writer" or phase in ("save", "end"))
+    ]
+
+
+def run_matrix(folder: Path, options: argparse.Namespace) -> bool:
+    """Do the cases and print the table; True if every case was done and went well."""
     command = [sys.executable, str(ROOT / "launch.py"), "data", "sample", "--output", str(folder / "corpora")]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     words = [f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", f"--devices={options.ranks}"]
     words += [f"trainer.val_check_interval={VALIDATE_EVERY}", f"log.ckpt.every_n_train_steps={SAVE_EVERY}"]
     words += ["data.num_workers=1", *options.overrides]
     undisturbed = DrilledRun(folder, folder / "corpora" / "prose", "undisturbed", words, options.recipe)
+    on_cpu = options.recipe == DrilledRun.recipe
     if on_cpu:
         undisturbed.start()
         _finish(undisturbed)
-    print("| process | phase | signal | ended after s | exit code | left behind | resumed | equal |")
-    print("|---|---|---|---|---|---|---|---|")
-    good = True
-    for target in options.targets.split(",") if options.targets else every:
-        for phase in options.phases.split(","):
-            for name in options.signals.split(","):
-                if (target, phase) == ("worker", "start") or (target == "writer" and phase not in ("save", "end")):
-                    continue  # there is no such process yet
-                run = DrilledRun(folder, undisturbed.corpus, f"{target}-{phase}-{name}", words, options.recipe)
-                row, went_well = run_case(run, target, phase, name, options.stop_s)
-                equal = on_cpu and run.weights() == undisturbed.weights() and run.losses() == undisturbed.losses()
-                good = good and went_well and (equal or not on_cpu)
-                said = "not compared" if not on_cpu else "yes" if equal else "NO"
-                print(f"| {target} | {phase} | {name} | {row} | {said} |", flush=True)
-                shutil.rmtree(run.run.path)
-    shutil.rmtree(folder, ignore_errors=True)
+    print(f"| {COLUMNS} |\n|{'---|' * len(COLUMNS.split('|'))}")
+    counts: Counter[str] = Counter()
+    for case in choose_cases(options):
+        for number in range(1, TRIES + 1):
+            name = f"{case.target}-{case.phase}-{case.signal}-{number}"
+            run = replace(undisturbed, name=name, launcher=None, starts=0, output=[])
+            outcome = do_case(run, case)
+            outcome = compare(run, undisturbed, outcome) if on_cpu else outcome
+            if outcome.verdict != WRONG:
+                shutil.rmtree(run.run.path, ignore_errors=True)
+            if outcome.verdict != NOT_DONE:
+                break
+        counts[outcome.verdict] += 1
+        print("|", " | ".join([case.target, case.phase, case.signal, *outcome.cells()]), "|", flush=True)
+    print(f"{counts.total()} cases: " + ", ".join(f"{counts[word]} {word}" for word in (RIGHT, WRONG, NOT_DONE)))
+    return counts[RIGHT] == counts.total()
+
+
+def main() -> int:
+    """Read the options and do the cases; returns the exit code."""
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    good = run_matrix(folder, parse_arguments())
+    if good:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        print(f"the runs that did not go well are in {folder}")
     return 0 if good else 1
 
 

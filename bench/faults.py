@@ -102,6 +102,13 @@ class DrilledRun:
                 return [child.pid for child in found if "resource_tracker" not in " ".join(_command(child))]
         return []
 
+    def torchrun(self) -> int | None:
+        """The process that starts the ranks of this machine, where there is one."""
+        if self.launcher is None or self.launcher.poll() is not None:
+            return None
+        found = psutil.Process(self.launcher.pid).children(recursive=True)
+        return next((p.pid for p in found if any(word.endswith("torchrun") for word in _command(p))), None)
+
     def is_saving(self) -> bool:
         """A checkpoint is being written."""
         return any(self.run.checkpoints.glob("step-*-unfinished"))
