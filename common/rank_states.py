@@ -94,6 +94,8 @@ def wait_until_ended(logs: Path, limit_s: float = 600.0) -> None:
 
 
 _FULL_BYTES = 1 << 20  # with less, a rank could not write its log
+WITHOUT_ERROR = "ended without an error message"  # the signal follows where it is known; watch/cause.py reads it
+_CRASH = "Fatal Python error: "  # faulthandler's first line; the stack of each thread follows
 # what the error of a rank contains when it failed because another rank is gone
 _LOST_PEER = (
     "Connection closed by peer",
@@ -125,8 +127,9 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, ex
         return failure.exit_code
     if killed:
         log.error(
-            "rank %s ended without an error message: %s\n%s",
+            "rank %s %s: %s\n%s",
             ", ".join(map(str, killed)),
+            WITHOUT_ERROR,
             _guess_why_killed(logs, exit_code),
             _read_last_lines(starter_log, logs / "console.log"),
         )
@@ -157,8 +160,10 @@ def _log_later_failures(known: dict[int, RankState], first: int | None, logs: Pa
 
 
 def _read_last_lines(path: Path | None, shown: Path, lines: int = 25) -> str:
-    """The last lines of a log, without those that the console has shown."""
+    """The last lines of a log, without those that the console has shown; the first of a crash, however long its dump."""
     if path is None or not path.is_file():
         return ""
     known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()
-    return "\n".join(line for line in path.read_text(errors="replace").splitlines()[-lines:] if line not in known)
+    found = path.read_text(errors="replace").splitlines()
+    crash = [line for line in found[:-lines] if line.startswith(_CRASH)][-1:]
+    return "\n".join(crash + [line for line in found[-lines:] if line not in known])

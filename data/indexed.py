@@ -17,6 +17,7 @@ from typing import BinaryIO
 from common.commands import launch_command
 from common.errors import PreflightError, ProjectError
 
+CUT_SHORT = "is cut short"  # watch/known_failures.py looks for it
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float64", 7: "float32", 8: "uint16"}
@@ -106,7 +107,7 @@ def _check_facts(facts: IndexFacts, bin_path: Path) -> list[ProjectError]:
     if facts.bin_bytes_found in (-1, facts.bin_bytes_expected):
         return []
     is_short = facts.bin_bytes_found < facts.bin_bytes_expected
-    what = "is cut short" if is_short else "is longer than its index says: the .idx belongs to another file"
+    what = CUT_SHORT if is_short else "is longer than its index says: the .idx belongs to another file"
     expected, found = f"{facts.bin_bytes_expected} bytes", f"{facts.bin_bytes_found} bytes"
     return [_damage_error(f"{bin_path} {what}", expected, found, bin_path)]
 
@@ -151,7 +152,7 @@ def _read_end(file: BinaryIO, sequences: int, itemsize: int) -> int:
 
 
 def _size_error(idx: Path, wanted: int, size: int) -> PreflightError:
-    what = "is cut short" if size < wanted else "is longer than its header says"
+    what = CUT_SHORT if size < wanted else "is longer than its header says"
     return _damage_error(f"{idx} {what}", f"{wanted} bytes by its header", f"{size} bytes", idx)
 
 

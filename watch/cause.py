@@ -21,7 +21,9 @@ from watch.run_facts import fill_facts, memory_advice
 from watch.signs import Sign
 
 _EXPLAINED = re.compile(r"^ +do this: (?P<do>.+)", re.MULTILINE)  # common/errors.py writes it
-_SIGNALS = (re.compile(r"Signal (\d+) \((SIG\w+)\)"), re.compile(r"exitcode\s*: -(\d+)\b"))
+_SIGNAL_NUMBERS = (re.compile(r"Signal (\d+) \(SIG\w+\)"), re.compile(r"exitcode\s*: -(\d+)\b"))
+_SIGNAL_NAME = re.compile(rf"{re.escape(rank_states.WITHOUT_ERROR)}: (SIG\w+)")
+_CRASHES = ("SIGABRT", "SIGILL", "SIGFPE", "SIGSYS")  # beside SIGSEGV and SIGBUS, which are known failures
 _EFFECTS_OF_A_LOST_RANK = ("peer_lost", "stuck_collective")
 _KEEP_OWN_ADVICE = ("token_ids", "corrupt_data", "peer_lost", "stuck_collective")  # errors of this project that fit
 
@@ -123,11 +125,15 @@ def _killed(case: Case) -> Cause:
     assert match is not None
     last = next((s for s in case.records.ranks if s.rank == case.lost[0]), None)
     where = f" on {last.host}, in step {last.step}" if last is not None else ", before it wrote its state"
-    summary = f"rank {ranks} ended without an error{where}: killed from outside"
-    advice = fill_facts(match, case.records).advice
+    if (crash := signal_of(case)) in _CRASHES:
+        name, why = "crashed", f"a library crashed ({crash})"
+        advice = "the lines before it in the log say where; check that its versions fit (python launch.py doctor)"
+    else:
+        name, why, advice = "killed", "killed from outside", fill_facts(match, case.records).advice
+    summary = f"rank {ranks} ended without an error{where}: {why}"
     file = case.records.logs / f"rank-{case.lost[0]}.json"
     evidence = Evidence(str(file), 1, "its last state is `running`") if last else Evidence(str(file), 0, "is missing")
-    return Cause("killed", summary, advice, True, (evidence, *_first_error(case)), case.lost[0])
+    return Cause(name, summary, advice, True, (evidence, *_first_error(case)), case.lost[0])
 
 
 def _first_error(case: Case) -> list[Evidence]:
@@ -168,7 +174,9 @@ def _evidence(case: Case, rank: int, line: str) -> Evidence:
 def signal_of(case: Case) -> str:
     """The signal that ended a lost rank, from what started the ranks."""
     for log in case.logs:
-        for pattern in _SIGNALS:
+        for pattern in _SIGNAL_NUMBERS:
             if found := pattern.search(log.text):
                 return signal.Signals(int(found[1])).name if int(found[1]) in set(signal.Signals) else ""
+        if found := _SIGNAL_NAME.search(log.text):
+            return found[1]
     return ""

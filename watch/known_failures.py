@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from data.indexed import CUT_SHORT
 from watch.known_failure import KnownFailure, Match
 
 
@@ -159,7 +160,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
     KnownFailure(
         name="corrupt_data",
         patterns=(
-            r"(?P<path>\S+\.(?:bin|idx)) is (?:not an index|cut off|missing)",
+            r"(?P<path>\S+\.(?:bin|idx)) (?:is not an index|is missing|" + CUT_SHORT + ")",
             r"mmap length is greater than file size",
             r"cannot mmap an empty file",
             r"buffer is smaller than requested size",
@@ -415,7 +416,12 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
     ),
     KnownFailure(
         name="segmentation_fault",
-        patterns=(r"Signal 11 \(SIGSEGV\)", r"exitcode\s*: -11\b", r"Fatal Python error: Segmentation fault"),
+        patterns=(
+            r"Fatal Python error: Segmentation fault",
+            r"\bSIGSEGV\b",  # torchrun, and common/processes.py
+            r"exitcode\s*: -11\b",
+            r"Signal: Segmentation fault \(11\)|exited on signal 11\b",  # mpirun
+        ),
         cause="a library crashed (segmentation fault)",
         advice="the frames below `Fatal Python error` name it; check that its versions fit (python launch.py doctor)",
         can_retry=True,
@@ -424,7 +430,12 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
     ),
     KnownFailure(
         name="bus_error",
-        patterns=(r"Signal 7 \(SIGBUS\)", r"exitcode\s*: -7\b", r"Fatal Python error: Bus error"),
+        patterns=(
+            r"Fatal Python error: Bus error",
+            r"\bSIGBUS\b",
+            r"exitcode\s*: -7\b",
+            r"Signal: Bus error \(7\)|exited on signal 7\b",
+        ),
         cause="a rank read memory that is no longer there (bus error): a data file that was cut off while it was read, "
         "or a full /dev/shm[: {files}]",
         advice="check the corpus (python launch.py data inspect FOLDER) and /dev/shm (df -h /dev/shm)",

@@ -73,6 +73,7 @@ def read_logs(run: RunDir, attempt: int, since: float = 0.0) -> list[LogFile]:
     """
     folder = run.attempt(attempt)
     found = [read_log(path, _rank_of(path)) for path in sorted(folder.glob("rank-*.log"), key=_rank_of)]
+    found.append(read_log(folder / "rank.log", 0))  # standard error of the one rank of `direct`
     starters = [folder / "mpirun.log", *sorted(folder.glob("torchrun/**/stderr.log")), folder / "launcher.log"]
     schedulers = [*run.path.glob("slurm/log-*.out"), *run.path.glob("docker/log_*.out")]
     recent = sorted((path for path in schedulers if _written(path) >= since), key=_written)

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 import pytest
 
 from common import run_status
-from common.rank_states import DONE, RankState
+from common.rank_states import DONE, RankState, log_outcome
 from common.run_status import Ending
 from common.rundir import RunDir
+from data.indexed import check_prefix
+from launcher.launcher_log import keep_launcher_log
 from tests.watch.conftest import START, fail_rank, write_rows
 from watch.diagnose import diagnose, explain_failure
 from watch.diagnosis import Diagnosis
@@ -51,6 +54,52 @@ def test_a_bus_error_names_the_file_that_was_cut_off(make_run: Make, sample: Pat
     (run.attempt(1) / "torchrun" / "stderr.log").write_text((LOGS / "bus_error.log").read_text())
     found = _diagnose(run)
     assert found.cause == "bus_error" and f"{corpus}/train.bin is cut short" in found.summary
+
+
+@pytest.mark.parametrize(
+    ("number", "cause", "can_retry"),
+    [
+        (signal.SIGSEGV, "segmentation_fault", True),
+        (signal.SIGBUS, "bus_error", False),
+        (signal.SIGABRT, "crashed", True),
+        (signal.SIGKILL, "killed", True),
+    ],
+)
+@pytest.mark.parametrize("dump", [True, False])
+def test_how_the_rank_of_a_direct_run_died(
+    number: signal.Signals, cause: str, can_retry: bool, dump: bool, make_run: Make
+) -> None:
+    """Its standard error is in rank.log; without a fault handler only the launcher knows the signal."""
+    run = make_run(world_size=1)
+    logs = run.attempt(1)
+    RankState(rank=0, step=40).write(logs)
+    faults = {signal.SIGSEGV: "Segmentation fault", signal.SIGBUS: "Bus error", signal.SIGABRT: "Aborted"}
+    lines = [f"Fatal Python error: {faults[number]}", ""] if dump and number in faults else ["a line"]
+    (logs / "rank.log").write_text("\n".join([*lines, *(f'  File "a.py", line {n} in f' for n in range(60))]))
+    with keep_launcher_log() as launcher_log:
+        launcher_log.path = logs / "launcher.log"
+        assert log_outcome(logs, 1, logs / "rank.log", -number) == 1
+    assert (lines[0] in (logs / "launcher.log").read_text()) == (dump and number in faults)
+    found = _diagnose(run)
+    assert (found.cause, found.can_retry, found.signal, found.rank) == (cause, can_retry, number.name, 0)
+    if dump and cause in ("segmentation_fault", "bus_error"):
+        assert (Path(found.evidence[0].file).name, found.evidence[0].line) == ("rank.log", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"), [("train.bin", 4096), ("train.idx", 60), ("train.idx", 9), ("train.bin", 0)]
+)
+def test_a_corpus_that_the_checks_refuse_is_known(
+    name: str, damage: int, make_run: Make, sample: Path, tmp_path: Path
+) -> None:
+    """The message is the one that the check raises."""
+    corpus = shutil.copytree(sample / "prose", tmp_path / "corpus")
+    os.truncate(corpus / name, damage)
+    (problem,) = check_prefix(corpus / "train")
+    run = make_run()
+    fail_rank(run, 0, problem.explain())
+    found = _diagnose(run)
+    assert (found.cause, found.can_retry) == ("corrupt_data", False) and str(corpus / name) in found.summary
 
 
 def test_every_entry_has_a_sample() -> None:
