@@ -160,7 +160,7 @@ def _log_later_failures(known: dict[int, RankState], first: int | None, logs: Pa
 
 
 def _read_last_lines(path: Path | None, shown: Path, lines: int = 25) -> str:
-    """The last lines of a log, without those that the console has shown; the first of a crash, however long its dump."""
+    """The last lines of a log, without those that the console has shown, after the first line of a crash."""
     if path is None or not path.is_file():
         return ""
     known = set(shown.read_text(errors="replace").splitlines()) if shown.is_file() else set()

@@ -72,14 +72,15 @@ class Retries:
         return ""
 
     def _with_smaller_batch(self, spec: RunSpec) -> RunSpec | None:
-        """The spec with half the micro batch and the same global batch, so that the training stays the same."""
+        """The spec with at most half the micro batch and the same global batch, so that the training stays the same."""
+        from recipes import memory
         from recipes.resolve import resolve
 
-        before = resolve(spec).plan.micro_batch_size
-        if before < 2:
-            log.error("retry: not tried: out of memory with a micro batch of 1")
+        plan = resolve(spec).plan
+        before, after = plan.micro_batch_size, memory.half_micro_batch(plan)
+        if after is None:
+            log.error("retry: not tried: out of memory with a micro batch of %d, and no smaller one", before)
             return None
-        after = before // 2
         kept = tuple(word for word in spec.overrides if word.partition("=")[0] != _MICRO_BATCH)
         log.warning("retry: out of memory: micro batch %d -> %d, the global batch stays", before, after)
         return dataclasses.replace(spec, overrides=(*kept, f"{_MICRO_BATCH}={after}"))

@@ -162,13 +162,23 @@ def largest_micro_batch(plan: Plan, gpu_gib: float, path: Path = "fast") -> int:
 
 def largest_that_fits(plan: Plan, gib: float, path: Path = "fast") -> int | None:
     """The largest micro batch that keeps the global batch and needs at most `gib` of each GPU; None if none does."""
-    share = plan.global_batch_size // max(1, plan.data_parallel)
-    rounds = plan.pipeline_parallel if plan.virtual_pipeline else 1  # virtual stages take micro batches in such rounds
-    for size in range(min(LARGEST_MICRO_BATCH, share), 0, -1):
-        sized = dataclasses.replace(plan, micro_batch_size=size)
-        if share % size == 0 and share // size % rounds == 0 and estimate(sized, path).gpu_gib <= gib:
+    for size in micro_batches(plan, LARGEST_MICRO_BATCH):
+        if estimate(dataclasses.replace(plan, micro_batch_size=size), path).gpu_gib <= gib:
             return size
     return None
+
+
+def half_micro_batch(plan: Plan) -> int | None:
+    """The largest micro batch of at most half the present one that keeps the global batch; None if there is none."""
+    return next(iter(micro_batches(plan, plan.micro_batch_size // 2)), None)
+
+
+def micro_batches(plan: Plan, most: int) -> list[int]:
+    """Every micro batch of at most `most` samples that keeps the global batch, the largest first."""
+    share = plan.global_batch_size // max(1, plan.data_parallel)
+    rounds = plan.pipeline_parallel if plan.virtual_pipeline else 1  # virtual stages take micro batches in such rounds
+    sizes = range(min(most, share), 0, -1)
+    return [size for size in sizes if share % size == 0 and share // size % rounds == 0]
 
 
 def _lengths(most: int) -> list[int]:

@@ -90,16 +90,10 @@ def memory_advice(records: Records, groups: dict[str, str]) -> str:
     same = f"the global batch stays {plan.global_batch_size}, so the training is the same"
     if fits < plan.micro_batch_size:
         return f"data.micro_batch_size={fits} ({same}); {have}"
-    if plan.micro_batch_size > 1:
-        return f"nvidia-smi (is something else on the GPU?); else data.micro_batch_size={_half(plan)} ({same}); {have}"
-    half = plan.seq_length // 2
-    return f"data.seq_length={half} model.config.seq_length={half}, or more tensor parallelism; {have}"
-
-
-def _half(plan: Plan) -> int:
-    """The largest micro batch of at most half the present one that divides a replica's share of the global batch."""
-    share = plan.global_batch_size // max(1, plan.data_parallel)
-    return next(size for size in range(plan.micro_batch_size // 2, 0, -1) if size == 1 or share % size == 0)
+    if (half := memory.half_micro_batch(plan)) is not None:
+        return f"nvidia-smi (is something else on the GPU?); else data.micro_batch_size={half} ({same}); {have}"
+    length = plan.seq_length // 2
+    return f"data.seq_length={length} model.config.seq_length={length}, or more tensor parallelism; {have}"
 
 
 def _gpu_gib(records: Records, groups: dict[str, str]) -> float | None:
