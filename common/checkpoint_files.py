@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.files import file_sha256, write_atomic
 from common.json_files import read_json_object
+from common.stored_files import needed_bytes
 
 LIST = Path("run") / "files.json"
 SIDECAR = ".sha256"  # beside a file that is still to be listed: its checksum, taken while it was written
@@ -30,13 +33,16 @@ def record_files(checkpoint: Path) -> None:
 def find_damage(checkpoint: Path) -> list[str]:
     """Compare the checkpoint's files with their list; reads every file whose size is right.
 
+    Without a list (`has_list`) only the lengths of the weight files are known, from weights/.metadata.
+
     Returns:
-        a line per file that is missing or differs; none if all are as they were saved, or if the checkpoint has no list
-        (`has_list`).
+        a line per file that is missing or differs; none if all are as they were saved.
     """
-    listed = read_json_object(checkpoint / LIST)
+    if not has_list(checkpoint):
+        return _find_lost_list(checkpoint) + _find_short_files(checkpoint / "weights")
+    listed = _read_list(checkpoint)
     if listed is None:
-        return [f"{LIST} cannot be read"] if (checkpoint / LIST).exists() else []
+        return [f"{LIST} is not a list of files with their sizes and checksums"]
     problems = []
     for name, row in listed.items():
         path = checkpoint / name
@@ -56,8 +62,41 @@ def find_damage(checkpoint: Path) -> list[str]:
     ]
 
 
+def _read_list(checkpoint: Path) -> dict[str, dict[str, Any]] | None:
+    """File -> its size and checksum; None if the list is damaged."""
+    listed = read_json_object(checkpoint / LIST)
+    whole = bool(listed) and all(
+        isinstance(row, dict) and isinstance(row.get("bytes"), int) and isinstance(row.get("sha256"), str)
+        for row in (listed or {}).values()
+    )
+    return listed if whole else None
+
+
+def _find_lost_list(checkpoint: Path) -> list[str]:
+    """A list is written with every checkpoint: one that an earlier checkpoint of the run has is missing here."""
+    name = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    steps = [re.fullmatch(r"step-(\d+)", path.parents[1].name) for path in checkpoint.parent.glob(f"step-*/{LIST}")]
+    earlier = [int(found[1]) for found in steps if name and found and int(found[1]) < int(name[1])]
+    return [f"{LIST} is missing, and step-{max(earlier)} has one"] if earlier else []
+
+
+def _find_short_files(weights: Path) -> list[str]:
+    try:
+        needed = needed_bytes(weights)
+    except ValueError as error:
+        return [f"weights/.metadata cannot be read ({error})"]
+    problems = []
+    for name, end in needed.items():
+        size = (weights / name).stat().st_size if (weights / name).is_file() else None
+        if size is None:
+            problems.append(f"weights/{name} is missing")
+        elif size < end:
+            problems.append(f"weights/{name} has {size:,} bytes, and {end:,} belong to it")
+    return problems
+
+
 def check_undamaged(checkpoint: Path) -> None:
-    """Check that the checkpoint's files are as they were saved; one without a list passes.
+    """Check that the checkpoint's files are as they were saved, as far as that is known (`find_damage`).
 
     Raises:
         UserError: a file is missing or differs.

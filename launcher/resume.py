@@ -75,10 +75,11 @@ def newest_good_checkpoint(run: RunDir) -> Path | None:
     damaged = []
     for checkpoint in reversed(run.complete_checkpoints()):
         start = time.monotonic()
-        if not has_list(checkpoint):
-            log.info("resume: %s has no list of checksums, its files are not checked", checkpoint)
+        problems = find_damage(checkpoint)
+        if not problems and not has_list(checkpoint):
+            log.info("resume: %s has no list of checksums; its weight files have their full length", checkpoint)
             return checkpoint
-        if not (problems := find_damage(checkpoint)):
+        if not problems:
             size = total_bytes(checkpoint) / 2**30
             log.info(
                 "resume: the files of %s are as saved (%.2f GiB, %.1f s)", checkpoint, size, time.monotonic() - start

@@ -140,4 +140,4 @@ def _state_of_files(checkpoint: Path, damage: dict[Path, list[str]]) -> str:
         return "not looked at"
     if damage[checkpoint]:
         return "DAMAGED: " + "; ".join(damage[checkpoint])
-    return "as saved" if has_list(checkpoint) else "no checksums were recorded"
+    return "as saved" if has_list(checkpoint) else "of full length (no checksums were recorded)"

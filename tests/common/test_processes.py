@@ -18,8 +18,6 @@ import pytest
 from invoke.context import Context
 
 from common import processes
-from common.checkpoint_files import LIST, check_undamaged, find_damage, record_files
-from common.errors import UserError
 from common.files import write_although_full
 from launcher.executors.tunnel import run_command
 
@@ -128,28 +126,3 @@ def test_a_full_disk_takes_the_last_state(tmp_path: Path, monkeypatch: pytest.Mo
     file.write_text('{"state": "running, and longer than what follows"}')
     write_although_full(file, '{"state": "failed"}')
     assert file.read_text() == '{"state": "failed"}'
-
-
-def test_damage_is_found(tmp_path: Path) -> None:
-    for name, data in (("weights/a.distcp", b"a" * 1000), ("weights/.metadata", b"m"), ("context/x", b"x")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(data)
-    (tmp_path / "weights/a.distcp.sha256").write_text("0" * 64)  # of another content: taken from its writer
-    record_files(tmp_path)
-    assert not (tmp_path / "weights/a.distcp.sha256").exists()
-    (problem,) = find_damage(tmp_path)
-    assert problem.startswith("weights/a.distcp has other content")
-    (tmp_path / LIST).unlink()
-    assert find_damage(tmp_path) == []  # of an earlier version
-    record_files(tmp_path)
-    check_undamaged(tmp_path)
-    (tmp_path / "weights/.metadata").write_bytes(b"mm")
-    (tmp_path / "context/x").unlink()
-    assert sorted(find_damage(tmp_path)) == [
-        "context/x is missing",
-        "weights/.metadata has 2 bytes and was saved with 1",
-    ]
-    with pytest.raises(UserError, match="context/x is missing"):
-        check_undamaged(tmp_path)
-    (tmp_path / LIST).write_text("{")
-    assert find_damage(tmp_path) == ["run/files.json cannot be read"]

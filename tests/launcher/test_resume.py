@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from common.checkpoint_files import record_files
 from common.errors import UserError
 from common.rundir import RunDir
 from common.spec import RunSpec
@@ -87,6 +88,7 @@ def test_a_finished_run_is_not_started_again(tmp_path: Path) -> None:
     run = RunDir("r", tmp_path)
     (run.checkpoints / "step-400" / "weights").mkdir(parents=True)
     (run.checkpoints / "step-400" / "weights" / "metadata.json").touch()
+    record_files(run.checkpoints / "step-400")
     said = resume.describe_if_complete(run, _plan())
     assert said is not None and "complete already: step 400 of 400" in said
     assert said.endswith(f"launch.py resume {run.path} trainer.max_steps=800")

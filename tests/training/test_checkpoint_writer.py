@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint_files import find_damage
+from common.checkpoint_files import LIST, find_damage
 from common.errors import UserError
 from common.rundir import RunDir
+from common.stored_files import needed_bytes
 from tests.training.conftest import SHORT, train
 
 pytestmark = pytest.mark.nemo
@@ -122,6 +123,12 @@ def test_a_damaged_checkpoint_is_set_aside(sample: Path, forked: Callable[..., A
     older, newest = run.complete_checkpoints()
     whole = {path.name: path.read_bytes() for path in (newest / "weights").glob("*.distcp")}
     assert not find_damage(newest)
+    listed = (newest / LIST).read_text()
+    (newest / LIST).write_text(listed.replace('"bytes"', '"bites"', 1))
+    assert find_damage(newest)
+    (newest / LIST).write_text(listed)
+    files = {path.name: path.stat().st_size for path in (newest / "weights").glob("*.distcp")}
+    assert needed_bytes(newest / "weights") == files
     _flip_bit(next((newest / "weights").glob("*.distcp")))
     rows = forked(train, sample, *SAVES, resume=True)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 5, 6]  # from step 4
