@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common import rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_PREFLIGHT, EXIT_USER
+from common.json_files import read_json_lines
 from common.run_status import Ending, RunStatus, read_status
 from common.rundir import RunDir
 from common.spec import RunSpec
@@ -15,7 +17,21 @@ from launcher.executor_table import EXECUTORS
 
 OUT_OF_MEMORY = "cuda_oom"  # a name of watch/known_failures.py
 _MICRO_BATCH = "data.micro_batch_size"
+_LAST_BYTES = 1 << 16  # of metrics.jsonl: its newest lines
 log = logging.getLogger("launch")
+
+
+def find_last_step(folder: RunDir, status: RunStatus) -> int:
+    """The last step that the newest attempt is known to have ended.
+
+    A killed rank leaves a heartbeat that is some seconds old, in which many steps may have ended: the lines of
+    metrics.jsonl and the checkpoints know of more.
+    """
+    beats = [state.step for state in rank_states.read(folder.attempt(status.attempt))]
+    rows = read_json_lines(folder.metrics, last_bytes=_LAST_BYTES)
+    own = [row for row in rows if "loss" in row and isinstance(row.get("step"), int)]
+    steps = [row["step"] for row in own if row.get("time", 0.0) >= status.started]
+    return max(status.step, folder.newest_step(), *beats, *steps)
 
 
 @dataclass
@@ -26,7 +42,8 @@ class Retries:
     """
 
     _started: int = 0
-    _last: tuple[str, int] | None = None  # cause and step of the last failure
+    _furthest: int = -1  # step that any attempt has reached
+    _causes: set[str] = field(default_factory=set)  # of the failures since the run got there
 
     def next_spec(self, folder: RunDir, code: int) -> RunSpec | None:
         """What to start next; None ends the run with its exit code.
@@ -41,6 +58,7 @@ class Retries:
             return None  # on a cluster, Slurm's requeue and the backoff limit of a Kubernetes Job do it
         status = read_status(folder.status) or RunStatus()
         ending = status.ending or Ending()
+        step = find_last_step(folder, status)
         if self._started >= spec.retries:
             log.error("retry: none is left of %d", spec.retries)
             return None
@@ -49,16 +67,16 @@ class Retries:
             if smaller is None:
                 return None
             spec = smaller
-        elif reason := self._reason_to_stop(ending, status.step):
+        elif reason := self._reason_to_stop(ending, step):
             log.error("retry: not tried: %s", reason)
             return None
-        self._last = (ending.cause or ending.summary, status.step)
+        self._remember(ending, step)
         self._started += 1
         checkpoints = folder.complete_checkpoints()
         where = f"from {checkpoints[-1].name}" if checkpoints else "from the beginning: there is no checkpoint"
         log.warning(
             "retry %d of %d in %g s: %s (failed at step %d: %s)",
-            *(self._started, spec.retries, spec.retry_wait, where, status.step, ending.summary or f"exit code {code}"),
+            *(self._started, spec.retries, spec.retry_wait, where, step, ending.summary or f"exit code {code}"),
         )
         time.sleep(spec.retry_wait)
         return dataclasses.replace(spec, name=folder.name, resume=bool(checkpoints))
@@ -67,9 +85,15 @@ class Retries:
         """Why another attempt would not help, or an empty text."""
         if ending.can_retry is False:
             return f"{ending.summary}: the same would happen again"
-        if self._last == (ending.cause or ending.summary, step):
-            return f"failed twice at step {step} for the same reason: {ending.summary}"
+        if step <= self._furthest and (ending.cause or ending.summary) in self._causes:
+            no_further = f"no further than step {self._furthest}"
+            return f"it failed again at step {step}, for the same reason and {no_further}: {ending.summary}"
         return ""
+
+    def _remember(self, ending: Ending, step: int) -> None:
+        if step > self._furthest:
+            self._furthest, self._causes = step, set()
+        self._causes.add(ending.cause or ending.summary)
 
     def _with_smaller_batch(self, spec: RunSpec) -> RunSpec | None:
         """The spec with at most half the micro batch and the same global batch, so that the training stays the same."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 
 import pytest
 
+from common.rank_states import RankState
 from common.run_status import FAILED, Ending, RunStatus
 from common.rundir import RunDir
 from common.spec import RunSpec
@@ -67,19 +69,45 @@ def test_never_twice_for_the_same_reason_at_the_same_step(tmp_path: Path, caplog
     run, retries = _run(tmp_path), Retries()
     _fail(run, 25, summary="NaN", can_retry=None)
     assert retries.next_spec(run, 1) is not None
+    _fail(run, 25, summary="no peer", can_retry=None)  # another reason
+    assert retries.next_spec(run, 1) is not None
+    _fail(run, 24, summary="NaN", can_retry=None)
     with caplog.at_level(logging.ERROR, logger="launch"):
         assert retries.next_spec(run, 1) is None
-    assert "failed twice at step 25 for the same reason: NaN" in caplog.text
+    assert "again at step 24, for the same reason and no further than step 25: NaN" in caplog.text
     _fail(run, 26, summary="NaN", can_retry=None)
+    assert retries.next_spec(run, 1) is not None
+
+
+def _kill(run: RunDir, attempt: int, beat: int, metrics: int | None = None) -> None:
+    """A SIGKILL: the status has the start of the attempt, the rank's last heartbeat and metrics.jsonl more."""
+    ending = Ending(exit_code=1, cause="killed", summary="killed", can_retry=True)
+    RunStatus(phase=FAILED, step=0, attempt=attempt, started=100.0 * attempt, ending=ending).write(run.status)
+    run.attempt(attempt).mkdir(parents=True, exist_ok=True)
+    RankState(rank=0, step=beat).write(run.attempt(attempt))
+    if metrics is not None:
+        with run.metrics.open("a") as stream:
+            stream.write(json.dumps({"step": metrics, "loss": 8.0, "time": 100.0 * attempt + 1}) + "\n")
+
+
+def test_a_kill_is_where_the_run_was_and_not_where_its_last_heartbeat_says(tmp_path: Path) -> None:
+    run, retries = _run(tmp_path, checkpoint=None), Retries()
+    _kill(run, 1, beat=0, metrics=7)
+    assert retries.next_spec(run, 1) is not None
+    _kill(run, 2, beat=0, metrics=12)  # within the five seconds of a heartbeat, and further than before
+    assert retries.next_spec(run, 1) is not None
+    _kill(run, 3, beat=9)  # what attempt 2 wrote to metrics.jsonl is not of this one
+    assert retries.next_spec(run, 1) is None
+    _kill(run, 4, beat=13)
     assert retries.next_spec(run, 1) is not None
 
 
 def test_as_often_as_asked(tmp_path: Path) -> None:
     run, retries = _run(tmp_path), Retries()
-    for step in range(3):
+    for step in range(21, 24):
         _fail(run, step, can_retry=True)
         assert retries.next_spec(run, 1) is not None
-    _fail(run, 3, can_retry=True)
+    _fail(run, 24, can_retry=True)
     assert retries.next_spec(run, 1) is None
 
 
