@@ -62,7 +62,7 @@ def _dry_runs() -> dict[str, tuple[str, float]]:
 
 def test_every_recipe_on_every_executor(forked: Callable[..., dict[str, tuple[str, float]]]) -> None:
     found = forked(_dry_runs)
-    assert len(found) == len(recipes()) * len(EXECUTORS) == 54
+    assert len(found) == len(recipes()) * len(EXECUTORS)
     for pair, (refused, seconds) in found.items():
         wanted = _refusal(*pair.split())
         assert refused.startswith(wanted) and bool(refused) == bool(wanted), (pair, refused)

@@ -116,9 +116,10 @@ def test_a_recipe_file_of_ones_own(tmp_path: Path) -> None:
         "    from recipes.build.assemble import pretrain\n\n"
         "    return pretrain(plan)\n"
     )
+    listed = list(registry.recipes())
     found = registry.resolve(f"{file}:qwen25_mine")
     assert found.summary == "Half an hour of my text."
-    assert "qwen25_mine" not in registry.recipes()
+    assert list(registry.recipes()) == listed
     assert (found.plan.max_lr, found.plan.decay_end, found.plan.base) == (1e-4, 500, "Qwen/Qwen2.5-0.5B")
     with pytest.raises(UserError, match=f"{file}:qwen25_mine"):
         registry.resolve(f"{file}:qwen25_other")
