@@ -1,11 +1,12 @@
-"""The services that a run can send its metrics to: their names, their packages, and the extras that install those."""
+"""The services that a run can send its metrics to: their names, and the packages that they need."""
 
 from __future__ import annotations
 
 import importlib.util
 
 WANDB, MLFLOW = "wandb", "mlflow"
-TITLES = {WANDB: "Weights & Biases", MLFLOW: "MLflow"}  # the names are those of the packages and of the extras
+TITLES = {WANDB: "Weights & Biases", MLFLOW: "MLflow"}  # the names are those of the packages to import
+PACKAGES = {WANDB: "wandb==0.28.0", MLFLOW: "mlflow-skinny==3.17.2"}  # as in constraints.txt and tests/mlflow.txt
 
 
 def parse_loggers(text: str | None) -> tuple[str, ...]:
@@ -16,7 +17,7 @@ def parse_loggers(text: str | None) -> tuple[str, ...]:
 
 def install_command(name: str) -> str:
     """What installs the package of a service."""
-    return f"pip install 'qwen25-cpt[{name}]' (in this project's folder: pip install '.[{name}]')"
+    return f"pip install '{PACKAGES[name]}'"
 
 
 def is_installed(name: str) -> bool:

@@ -237,7 +237,7 @@ def reason_against_gigatoken(spec: EncoderSpec) -> str:
     try:
         load_gigatoken(spec).encode("a b")
     except ImportError:
-        return "gigatoken is not installed (pip install gigatoken)"
+        return "gigatoken is not installed (pip install 'gigatoken==0.10.0')"
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # its errors have no common base, and a Rust panic is no Exception

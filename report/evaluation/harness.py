@@ -80,7 +80,7 @@ def check_installed() -> str:
             "the lm-evaluation-harness is not installed",
             expected="the package lm_eval",
             found=f"none in {sys.prefix}",
-            do="pip install 'lm_eval==0.4.13' -c constraints.txt, or pip install 'qwen25-cpt[evaluate]'",
+            do="pip install 'lm_eval==0.4.13' -c constraints.txt",
         )
     return metadata.version("lm_eval")
 

@@ -174,5 +174,5 @@ def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
 
 def test_without_the_harness_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "is_installed", lambda: False)
-    with pytest.raises(UserError, match=r"pip install 'qwen25-cpt\[evaluate\]'"):
+    with pytest.raises(UserError, match="pip install 'lm_eval==0.4.13' -c constraints.txt$"):
         evaluate(EvaluateRequest(model="nowhere"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
-from common.loggers import parse_loggers
+from common.loggers import PACKAGES, parse_loggers
 from common.run_status import DONE, TRAINING, RunStatus
 from common.rundir import RunDir
 from launcher.sending import environment_of_senders, sending
@@ -23,6 +23,7 @@ from report.send.sender import Sender
 from report.send.service import Sent
 from report.send.wandb_service import has_key
 
+ROOT = Path(__file__).resolve().parents[3]
 TRAIN = {"step": 2, "loss": 1.25, "grad_norm": None, "consumed_tokens": {"pro:se": 7}, "note": "text", "time": 5.5}
 VALIDATION = {
     "step": 2,
@@ -189,4 +190,9 @@ def test_unknown_and_missing_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("report.send.open_service.is_installed", lambda name: False)
     with pytest.raises(UserError) as caught:
         open_service("mlflow")
-    assert "pip install 'qwen25-cpt[mlflow]'" in caught.value.explain()
+    assert caught.value.do.endswith("pip install 'mlflow-skinny==3.17.2'")
+
+
+def test_the_advised_packages_are_those_of_the_project() -> None:
+    pinned = (ROOT / "constraints.txt").read_text() + (ROOT / "tests/mlflow.txt").read_text()
+    assert set(PACKAGES.values()) <= set(pinned.split())
