@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -45,10 +44,11 @@ log = logging.getLogger("launch")
 _SEVERAL_NODES = "--executor slurm --cluster docs/clusters/slurm.yaml, or the executor k8s or mpirun (docs/clusters.md)"
 
 
-def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
+def launch(asked: RunSpec | Resolved, explain_failure: ExplainFailure | None = None) -> int:
     """Do what the spec says.
 
     Args:
+        asked: a spec; resolved already where its length is counted in epochs.
         explain_failure: reads the run directory of a failed run and says why it failed (watch/diagnose.py).
 
     Returns:
@@ -58,11 +58,12 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
         ProjectError: anything the user can mend; its exit_code is the command's.
     """
     logs.log_to_console()
+    spec = asked.spec if isinstance(asked, Resolved) else asked
     check_change_blend(spec.change_blend, spec.resume)
     processes.interrupt_on_stop_signals()  # until something else handles them: training, or the wait for the ranks
     retries, environ = Retries(), dict(os.environ)
     with claim_run_directory(spec) as folder, keep_launcher_log() as launcher_log:
-        code = _launch(spec, folder, launcher_log, explain_failure)
+        code = _launch(asked, folder, launcher_log, explain_failure)
         while not spec.dryrun and (again := retries.next_spec(folder, code)):
             launcher_log.path = None
             os.environ.clear()  # of what the first attempt set: a retry records who set what, too
@@ -72,7 +73,7 @@ def launch(spec: RunSpec, explain_failure: ExplainFailure | None = None) -> int:
 
 
 def _launch(
-    spec: RunSpec,
+    asked: RunSpec | Resolved,
     folder: RunDir,
     launcher_log: LauncherLog,
     explain_failure: ExplainFailure | None,
@@ -80,7 +81,8 @@ def _launch(
     is_retry: bool = False,
 ) -> int:
     """One attempt; the lines of a retry would repeat those of the first."""
-    resolved = _choose_executor(resolve(_with_recorded(spec, folder) if spec.resume else spec))
+    spec = asked.spec if isinstance(asked, Resolved) else asked
+    resolved = _choose_executor(_with_recorded(asked, folder) if spec.resume else resolve(asked))
     executor = resolved.spec.executor or "direct"
     submit, cluster = executors.resolve(executor), _load_cluster(resolved.spec)
     check_size(cluster, resolved.plan.num_nodes, resolved.plan.devices, executor)
@@ -138,11 +140,11 @@ def _known_gpus(plan: Plan, cluster: Cluster | None, trains_here: bool) -> batch
     return batch_size.Gpus(cluster.gpu_memory_gib)
 
 
-def _with_recorded(spec: RunSpec, folder: RunDir) -> RunSpec:
+def _with_recorded(asked: RunSpec | Resolved, folder: RunDir) -> Resolved:
     """What a resumed run was started with, and what the user asks for now; each changed number is logged."""
-    recorded = folder.spec()
-    continued = continue_run(recorded, dataclasses.replace(spec, name=folder.name))
-    for line in changes(resolve(recorded).plan, resolve(continued).plan):
+    recorded = resolve(folder.spec())
+    continued = continue_run(recorded, asked).with_spec(name=folder.name)
+    for line in changes(recorded.plan, continued.plan):
         log.info("resume with a change: %s", line)
     return continued
 

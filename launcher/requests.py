@@ -14,6 +14,7 @@ from common.options import option
 if TYPE_CHECKING:  # imported where they are needed: the help shows these options without reading recipes
     from common.rundir import RunDir
     from common.spec import RunSpec
+    from recipes.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class TrainRequest(RunRequest):
         "conservative, balanced or aggressive; default: the recipe's.", metavar="SHARE", default=None
     )
 
-    def spec(self) -> RunSpec:
+    def spec(self) -> RunSpec | Resolved:
         """What is to be run: the file of --config, and what is given beside it, which wins.
 
         Raises:

@@ -62,11 +62,11 @@ class Retries:
         if self._started >= spec.retries:
             log.error("retry: none is left of %d", spec.retries)
             return None
+        changed: tuple[str, ...] = ()
         if ending.cause == OUT_OF_MEMORY:
-            smaller = self._with_smaller_batch(spec)
-            if smaller is None:
+            changed = self._smaller_batch(spec)
+            if not changed:
                 return None
-            spec = smaller
         elif reason := self._reason_to_stop(ending, step):
             log.error("retry: not tried: %s", reason)
             return None
@@ -79,7 +79,11 @@ class Retries:
             *(self._started, spec.retries, spec.retry_wait, where, step, ending.summary or f"exit code {code}"),
         )
         time.sleep(spec.retry_wait)
-        return dataclasses.replace(spec, name=folder.name, resume=bool(checkpoints))
+        if checkpoints:  # what the run has recorded stands: each of its words counts once
+            return dataclasses.replace(spec, name=folder.name, resume=True, overrides=changed)
+        paths = [word.partition("=")[0] for word in changed]
+        kept = tuple(word for word in spec.overrides if word.partition("=")[0] not in paths)
+        return dataclasses.replace(spec, name=folder.name, resume=False, overrides=(*kept, *changed))
 
     def _reason_to_stop(self, ending: Ending, step: int) -> str:
         """Why another attempt would not help, or an empty text."""
@@ -95,8 +99,8 @@ class Retries:
             self._furthest, self._causes = step, set()
         self._causes.add(ending.cause or ending.summary)
 
-    def _with_smaller_batch(self, spec: RunSpec) -> RunSpec | None:
-        """The spec with at most half the micro batch and the same global batch, so that the training stays the same."""
+    def _smaller_batch(self, spec: RunSpec) -> tuple[str, ...]:
+        """At most half the micro batch at the same global batch: the training stays the same. Empty if there is none."""
         from recipes import memory
         from recipes.resolve import resolve
 
@@ -104,7 +108,6 @@ class Retries:
         before, after = plan.micro_batch_size, memory.half_micro_batch(plan)
         if after is None:
             log.error("retry: not tried: out of memory with a micro batch of %d, and no smaller one", before)
-            return None
-        kept = tuple(word for word in spec.overrides if word.partition("=")[0] != _MICRO_BATCH)
+            return ()
         log.warning("retry: out of memory: micro batch %d -> %d, the global batch stays", before, after)
-        return dataclasses.replace(spec, overrides=(*kept, f"{_MICRO_BATCH}={after}"))
+        return (f"{_MICRO_BATCH}={after}",)

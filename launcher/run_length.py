@@ -11,11 +11,16 @@ from common.quantities import parse_count
 from common.spec import RunSpec
 from data.manifest import load_manifest
 from data.resolve_blend import load_run_blend, resolve_run_blend
-from recipes.resolve import resolve
+from recipes.plan import Plan
+from recipes.resolve import Resolved, resolve, with_tokens
 
 
-def with_length(spec: RunSpec, tokens: str | None, epochs: float | None, tokens_per_step: str | None) -> RunSpec:
+def with_length(
+    spec: RunSpec, tokens: str | None, epochs: float | None, tokens_per_step: str | None
+) -> RunSpec | Resolved:
     """The spec with `--tokens`, `--epochs` and `--tokens-per-step` as numbers of tokens.
+
+    Epochs are counted of the corpora that the run reads: the spec is resolved for them, and returned so.
 
     Raises:
         UserError: a number that cannot be read, both lengths at once, or a corpus whose size is not known here.
@@ -31,16 +36,18 @@ def with_length(spec: RunSpec, tokens: str | None, epochs: float | None, tokens_
         spec = dataclasses.replace(spec, tokens_per_step=parse_count(tokens_per_step, "--tokens-per-step"))
     if tokens is not None:
         return dataclasses.replace(spec, tokens=parse_count(tokens, "--tokens"))
-    return spec if epochs is None else dataclasses.replace(spec, tokens=_tokens_of(spec, epochs))
-
-
-def _tokens_of(spec: RunSpec, epochs: float) -> int:
-    """Tokens of a run that reads its corpus, or the new domains of its blend together, `epochs` times."""
+    if epochs is None:
+        return spec
     if not 0 < epochs <= 1000:
         raise UserError(
             "--epochs is out of range", expected="above 0, up to 1000", found=f"{epochs:g}", do="--epochs 1"
         )
-    plan = resolve(spec).plan
+    resolved = resolve(spec)
+    return with_tokens(resolved, _tokens_of(resolved.plan, epochs))
+
+
+def _tokens_of(plan: Plan, epochs: float) -> int:
+    """Tokens of a run that reads its corpus, or the new domains of its blend together, `epochs` times."""
     if plan.blend is not None and load_run_blend(plan.blend).stages:
         raise UserError(
             "--epochs with a blend of stages",

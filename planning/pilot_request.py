@@ -11,6 +11,7 @@ from common.options import option
 
 if TYPE_CHECKING:
     from common.spec import RunSpec
+    from recipes.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class PilotRequest:
             )
         return tuple(found)
 
-    def spec(self) -> RunSpec:
+    def spec(self) -> RunSpec | Resolved:
         """The run that the pilot is for.
 
         Raises:

@@ -11,6 +11,7 @@ from common.options import option
 
 if TYPE_CHECKING:
     from common.spec import RunSpec
+    from recipes.resolve import Resolved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class PlanRequest:
                 do="leave it out, and run --calibrate on the machine that has that GPU",
             )
 
-    def spec(self) -> RunSpec:
+    def spec(self) -> RunSpec | Resolved:
         """The run that is planned.
 
         Raises:

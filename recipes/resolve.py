@@ -45,14 +45,28 @@ class Resolved:
         return any(override.path in paths for override in self.overrides)
 
 
-def resolve(spec: RunSpec) -> Resolved:
-    """The plan of a spec, before NeMo is imported.
+def resolve(asked: RunSpec | Resolved) -> Resolved:
+    """The plan of a spec, before NeMo is imported; one that is resolved already is returned as it is.
 
     Raises:
         UserError: an unknown recipe or profile, a word that is no override, a value of the wrong type, or a number that
             no run can have.
     """
-    resolved = _resolved(spec, registry.resolve(spec.recipe), overrides.parse(spec.overrides))
+    if isinstance(asked, Resolved):
+        return asked
+    return _checked(_resolved(asked, registry.resolve(asked.recipe), overrides.parse(asked.overrides)))
+
+
+def with_tokens(resolved: Resolved, tokens: int) -> Resolved:
+    """The same run, `tokens` long.
+
+    Raises:
+        UserError: an override says how long it is, or a number that no run can have.
+    """
+    return _checked(resolved.with_spec(tokens=tokens))
+
+
+def _checked(resolved: Resolved) -> Resolved:
     known_paths.check(resolved.recipe, resolved.overrides)
     limits.check(resolved.plan, resolved.recipe.plan)
     return resolved
@@ -83,24 +97,26 @@ def _check_lengths(spec: RunSpec, given: tuple[Override, ...]) -> None:
             )
 
 
-def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
-    """The spec of a resumed run: what was recorded at its last start, with what the user asks for now.
+def continue_run(before: Resolved, now: RunSpec | Resolved) -> Resolved:
+    """A resumed run: what was recorded at its last start, with what the user asks for now.
 
     Raises:
         UserError: another recipe than the run was started with, or a word that is no override.
     """
+    recorded, asked = before.spec, now.spec if isinstance(now, Resolved) else now
+    name = asked.name or recorded.name
     if asked.recipe != recorded.recipe:
         raise UserError(
-            f"run {asked.name} was started with another recipe",
+            f"run {name} was started with another recipe",
             expected=f"--recipe {recorded.recipe}",
             found=f"--recipe {asked.recipe}",
-            do=launch_command("resume", str(asked.name)),
+            do=launch_command("resume", str(name)),
         )
-    new = overrides.parse(asked.overrides)
+    new = now.overrides if isinstance(now, Resolved) else overrides.parse(asked.overrides)
     replaced = {override.path for override in new if override.operator == "="}
-    kept = [str(old) for old in overrides.parse(recorded.overrides) if old.path not in replaced]
+    given = (*(old for old in before.overrides if old.path not in replaced), *new)
     same_machine = recorded.executor in ("direct", "local")  # chosen by the number of ranks, which may be another now
-    return dataclasses.replace(
+    spec = dataclasses.replace(
         asked,
         executor=asked.executor or (None if same_machine else recorded.executor),
         cluster=asked.cluster or recorded.cluster,
@@ -113,8 +129,9 @@ def continue_run(recorded: RunSpec, asked: RunSpec) -> RunSpec:
         change_blend=asked.change_blend or (recorded.change_blend and not replaced & set(_BLEND)),
         tokens=None if "trainer.max_steps" in replaced else asked.tokens or recorded.tokens,
         tokens_per_step=asked.tokens_per_step or recorded.tokens_per_step,
-        overrides=(*kept, *asked.overrides),
+        overrides=tuple(map(str, given)),
     )
+    return _checked(_resolved(spec, before.recipe, given))
 
 
 def changes(before: Plan, now: Plan) -> list[str]:

@@ -116,17 +116,17 @@ def test_a_resumed_run_stands_on_its_recorded_words() -> None:
         overrides=("optim.lr_scheduler.warmup_steps=5", "trainer.max_steps=100", "data.micro_batch_size=2"),
     )
     asked = RunSpec(recipe="qwen25_tiny", name="r", resume=True, overrides=("trainer.max_steps=200",))
-    found = continue_run(recorded, asked)
+    found = continue_run(resolve(recorded), asked).spec
     assert found.overrides == ("optim.lr_scheduler.warmup_steps=5", "data.micro_batch_size=2", "trainer.max_steps=200")
     assert (found.executor, found.cluster, found.env, found.name) == ("slurm", "site.yaml", "cpu+dev", "r")
-    doubled = continue_run(recorded, dataclasses.replace(asked, overrides=("trainer.max_steps*=2",)))
-    assert resolve(doubled).plan.max_steps == 200
-    shown = changes(resolve(recorded).plan, resolve(doubled).plan)
+    doubled = continue_run(resolve(recorded), dataclasses.replace(asked, overrides=("trainer.max_steps*=2",)))
+    assert doubled.plan.max_steps == resolve(doubled.spec).plan.max_steps == 200
+    shown = changes(resolve(recorded).plan, doubled.plan)
     assert shown == ["trainer.max_steps: 100 -> 200"]
-    local = dataclasses.replace(recorded, executor="local")
-    assert continue_run(local, asked).executor is None  # the number of ranks may be another now
+    local = resolve(dataclasses.replace(recorded, executor="local"))
+    assert continue_run(local, asked).spec.executor is None  # the number of ranks may be another now
     with pytest.raises(UserError, match="another recipe"):
-        continue_run(recorded, dataclasses.replace(asked, recipe="qwen25_500m"))
+        continue_run(resolve(recorded), dataclasses.replace(asked, recipe="qwen25_500m"))
 
 
 def test_a_resumed_batch_is_the_recorded_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,5 +141,5 @@ def test_a_resumed_batch_is_the_recorded_one(tmp_path: Path, caplog: pytest.LogC
         (("trainer.devices=9", "data.micro_batch_size=5"), 5),  # preflight refuses it
     ):
         asked = RunSpec(recipe="qwen25_500m_dual", name="r", resume=True, overrides=words)
-        resolved = resolve(continue_run(began, asked))
+        resolved = continue_run(resolve(began), asked)
         assert batch_size.fit(resolved, run, batch_size.Gpus(24.0)).plan.micro_batch_size == expected

@@ -14,6 +14,7 @@ from common.run_status import FAILED, Ending, RunStatus
 from common.rundir import RunDir
 from common.spec import RunSpec
 from launcher.retries import Retries
+from recipes.resolve import continue_run, resolve
 
 SPEC = RunSpec(recipe="qwen25_tiny", name="a", executor="direct", retries=3, retry_wait=0.0)
 # the micro batches of a step come in rounds of four: nine of four samples would not do
@@ -130,5 +131,18 @@ def test_out_of_memory_takes_the_next_micro_batch_that_divides(
     if after is None:
         assert again is None
         return
-    assert again is not None
-    assert again.overrides == (*words[1:], "trainer.max_steps=9", f"data.micro_batch_size={after}")
+    assert again is not None and again.overrides == (f"data.micro_batch_size={after}",)
+    fresh = _run(tmp_path / "fresh", spec, checkpoint=None)
+    _fail(fresh, 0, summary="out of memory", cause="cuda_oom", can_retry=False)
+    begun = Retries().next_spec(fresh, 1)
+    assert begun is not None
+    assert begun.overrides == (*words[1:], "trainer.max_steps=9", f"data.micro_batch_size={after}")
+
+
+def test_a_retry_reads_no_word_twice(tmp_path: Path) -> None:
+    """`trainer.max_steps*=2` doubles the steps of the recipe, however often the run is started again."""
+    run, retries = _run(tmp_path, dataclasses.replace(SPEC, overrides=("trainer.max_steps*=2",))), Retries()
+    recorded = resolve(run.spec())
+    _fail(run, 25, can_retry=True)
+    again = retries.next_spec(run, 1)
+    assert again is not None and continue_run(recorded, again).plan == recorded.plan

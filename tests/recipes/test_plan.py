@@ -263,9 +263,10 @@ def test_epochs_count_the_new_text(sample: Path) -> None:
     tokens = load_manifest(sample / "code").splits["train"].tokens
     domains = [{"name": name, "folder": str(sample / name), "role": role} for name, role in ROLES.items()]
     words = (f"data.blend={{'domains': {domains}, 'replay_share': 0.25}}",)
-    blended = with_length(RunSpec(recipe="qwen25_tiny_cpt", overrides=words), None, 2.0, None)
+    blended = resolve(with_length(RunSpec(recipe="qwen25_tiny_cpt", overrides=words), None, 2.0, None)).spec
     assert blended.tokens is not None and abs(blended.tokens - 2 * tokens / 0.75) <= 1
-    one = with_length(RunSpec(recipe="qwen25_tiny", overrides=(f"data.paths={sample / 'code'}",)), None, 0.5, None)
+    spec = RunSpec(recipe="qwen25_tiny", overrides=(f"data.paths={sample / 'code'}",))
+    one = resolve(with_length(spec, None, 0.5, None)).spec
     assert one.tokens == -(-tokens // 2)
     with pytest.raises(UserError, match="both say how long"):
         with_length(RunSpec(recipe="qwen25_tiny"), "2B", 1.0, None)
