@@ -100,7 +100,7 @@ class Retries:
         self._causes.add(ending.cause or ending.summary)
 
     def _smaller_batch(self, spec: RunSpec) -> tuple[str, ...]:
-        """At most half the micro batch at the same global batch: the training stays the same. Empty if there is none."""
+        """At most half the micro batch, so that the training stays the same; empty if there is no smaller one."""
         from recipes import memory
         from recipes.resolve import resolve
 
