@@ -61,11 +61,15 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, dlogits = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)[:, None]
+        # grad stays fp32 and each product is rounded once. Rounded to bf16 first, it would shift all gradients of the
+        # micro batch by one factor, up to 0.4% off; the rounding of the products averages out but where grad is within
+        # 0.5% above a power of two (0.2%). Both products convert element by element, without a copy in fp32.
+        grad = grad[:, None]
         dhidden = (dlogits @ weight).mul_(grad)
+        scaled = torch.mul(hidden, grad, out=torch.empty_like(hidden))
         if not ctx.into_main_grad:
-            return dhidden, dlogits.t() @ (hidden * grad), None, None, None
-        accumulate(hidden * grad, dlogits, weight.main_grad)
+            return dhidden, dlogits.t() @ scaled, None, None, None
+        accumulate(scaled, dlogits, weight.main_grad)
         if ctx.tied:  # the embedding's gradient of the same weight comes later, and DDP's hook adds it
             return dhidden, None, None, None, None
         weight.grad_added_to_main_grad = True  # DDP's hook then ignores the empty tensor below

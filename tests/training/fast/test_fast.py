@@ -214,6 +214,26 @@ def _output_layer_and_loss(tied: bool) -> None:
         assert torch.allclose(linear_cross_entropy(hidden, weight, labels), losses, atol=1e-5)
 
 
+def test_the_number_of_tokens_does_not_shift_the_gradients_in_bf16(forked: Callable[..., Any]) -> None:
+    forked(_gradients_of_a_mean)
+
+
+def _gradients_of_a_mean() -> None:
+    """1/365 rounds to bf16 with an error of 0.25%: a common factor of all gradients, against those of the sum."""
+    from training.fast.lm_head import linear_cross_entropy
+
+    torch.manual_seed(0)
+    labels, found = torch.randint(97, (365,)), []
+    hidden, weight = torch.randn(365, 64).bfloat16(), torch.randn(97, 64).bfloat16()
+    for count in (1, 365):
+        x, w = (one.clone().requires_grad_() for one in (hidden, weight))
+        (linear_cross_entropy(x, w, labels).sum() / count).backward()
+        assert x.grad is not None and w.grad is not None
+        found.append((x.grad.double() * count, w.grad.double() * count))
+    for of_sum, of_mean in zip(*found, strict=True):  # the errors of single elements cancel each other
+        assert float((of_mean * of_sum).sum() / (of_sum * of_sum).sum()) == pytest.approx(1.0, abs=5e-4)
+
+
 def test_split_and_rotate_has_the_gradient_of_its_definition(forked: Callable[..., Any]) -> None:
     forked(_split_and_rotate)
 
