@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from common.files import write_atomic
 from common.json_files import read_json_lines, read_json_object
 from common.rundir import RunDir
 from common.spec import RunSpec
+from common.version import code_version
 from data.resolve_blend import load_run_blend
 from planning.hardware import Hardware, describe_cpu, host_name
 from recipes.memory import MEMORY_LEVERS
@@ -29,6 +31,7 @@ from recipes.resolve import Resolved
 
 STEPS, SAVE_AT = 20, 10
 TRIMMED = 0.2  # of the steps, left out at either end: the mean of the rest is robust against a machine that is shared
+SOFTWARE = ("torch", "nemo_toolkit", "megatron-core", "transformer_engine", "quack-kernels")  # whose speed it is
 WARM_UP = 3  # steps that allocate, compile and read the first samples
 
 
@@ -39,8 +42,9 @@ class Calibration:
     Args:
         step_seconds: trimmed mean of a step.
         spread: (90th percentile - 10th) / median of the steps: how quiet the machine was.
-        start_seconds: from the command to the first step, and what the first steps take longer than later ones.
-        validation_seconds: one validation of every domain.
+        start_seconds: from the command to the first step, and what the first steps and the first validation take longer
+            than later ones.
+        validation_seconds: one validation of every domain, but the first, which also reads the samples.
         stall_seconds: what a checkpoint on the way adds to the steps beside it.
         save_seconds: one checkpoint at the end, which the run waits for, and the end of the process.
         memory_gib: the most that rank 0 reported (metrics.jsonl says of what).
@@ -75,11 +79,20 @@ def describe_kind(resolved: Resolved, hardware: Hardware) -> dict[str, Any]:
     machine = {"host": host_name(), "device": hardware.card.name if hardware.card else describe_cpu()}
     return {
         "machine": machine,
+        "path": hardware.path,
+        "software": {"code": code_version()} | {name: _version(name) for name in SOFTWARE},
         "shape": asdict(plan.shape),
         "numbers": {name: getattr(plan, name) for name in names},
         "levers": levers,
         "data": str(plan.blend or plan.data),
     }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _file(resolved: Resolved, hardware: Hardware) -> Path:
@@ -177,14 +190,15 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
 
     rows = read_json_lines(folder.metrics)
     steps = [row for row in rows if "step_seconds" in row]
-    validations = [row for row in rows if "validation" in row]
+    validations = [row["seconds"] for row in rows if "validation" in row and "seconds" in row] or [0.0]
     seconds = sorted(row["step_seconds"] for row in steps[WARM_UP:])
     cut = int(TRIMMED * len(seconds))
     kept = seconds[cut : len(seconds) - cut]
     step = sum(kept) / len(kept)
-    validation = statistics.median_high([row["seconds"] for row in validations if "seconds" in row] or [0.0])
-    in_training = sum(row["step_seconds"] for row in steps) + sum(row.get("seconds", 0.0) for row in validations)
+    validation = validations[-1]  # the first one also builds its data sets
+    in_training = sum(row["step_seconds"] for row in steps) + sum(validations)
     longer_at_first = sum(max(0.0, row["step_seconds"] - step) for row in steps[:WARM_UP])
+    longer_at_first += max(0.0, validations[0] - validation)
     beside_save = [row["step_seconds"] for row in steps if row["step"] in (SAVE_AT, SAVE_AT + 1)]
     last = max(row["time"] for row in rows)
     return Calibration(

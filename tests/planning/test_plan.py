@@ -179,11 +179,34 @@ def test_calibration_is_kept_for_this_machine_and_kind_of_run() -> None:
     assert _plan("qwen25_tiny", "data.micro_batch_size=2").cost.step_seconds != 0.1
 
 
+def test_a_calibration_holds_for_the_software_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel library that was installed since, another version of one, or other code of this project."""
+    from importlib import metadata
+
+    resolved = resolve(PlanRequest(recipe="qwen25_tiny").spec())
+    here = Hardware(None, "cpu", is_here=True)
+    found = calibrate.Calibration(0.1, 0.2, 8.0, 0.5, 0.3, 1.0, 1.2, None, "runs/calibrate-qwen25_tiny", "2026-01-01")
+    calibrate._keep(resolved, here, found)
+    assert calibrate.read_calibration(resolved, Hardware(None, "cpu", is_here=True, path="quack")) is None
+    for name in ("torch", "transformer_engine", "quack-kernels"):
+        with monkeypatch.context() as patch:
+            real = metadata.version
+            patch.setattr(metadata, "version", lambda one, name=name, real=real: "99" if one == name else real(one))
+            assert calibrate.read_calibration(resolved, here) is None, name
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "code_version", lambda: "another commit")
+        assert calibrate.read_calibration(resolved, here) is None
+    assert calibrate.read_calibration(resolved, here) == found
+
+
 def test_what_20_steps_say(tmp_path: Path) -> None:
-    """A trimmed mean of the steps; start, validations and checkpoints apart; a step that stalled does not count."""
+    """A trimmed mean of the steps; start, validations and checkpoints apart; a step that stalled does not count.
+
+    The first validation also builds its data sets: what it takes longer belongs to the start.
+    """
     run = RunDir("c", tmp_path)
     run.path.mkdir()
-    rows: list[dict[str, Any]] = [{"step": 0, "time": 1010.0, "seconds": 1.0, "validation": {}}]
+    rows: list[dict[str, Any]] = [{"step": 0, "time": 1010.0, "seconds": 4.0, "validation": {}}]
     for step in range(1, 21):
         seconds = {1: 2.0, 7: 5.0, 11: 0.4}.get(step, 0.1)
         rows.append({"step": step, "loss": 1.0, "step_seconds": seconds, "time": 1010.0 + step, "memory_gib": 0.9})
@@ -191,7 +214,7 @@ def test_what_20_steps_say(tmp_path: Path) -> None:
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = calibrate.measure(run, started=1000.0, ended=1031.5)
     assert found.step_seconds == pytest.approx(0.1) and found.validation_seconds == 1.0
-    assert found.start_seconds == pytest.approx(30.0 - (2.0 + 5.0 + 0.4 + 1.7) - 2.0 + 1.9)
+    assert found.start_seconds == pytest.approx(30.0 - (2.0 + 5.0 + 0.4 + 1.7) - (4.0 + 1.0) + 1.9 + 3.0)
     assert found.stall_seconds == pytest.approx(0.3) and found.save_seconds == 1.5
     assert found.memory_gib == 0.9 and found.power_w is None
 
