@@ -50,12 +50,13 @@ class Budget:
         Args:
             share: the one decided last.
             used: the part of each budget that is used now.
-            before: the same at the validation before this one; a domain without an entry had used nothing.
+            before: the same at the validation before this one; of a domain without an entry it is not known, which
+                counts as no change.
         """
-        expected = max(now + (now - before.get(name, 0.0)) for name, now in used.items())
-        if math.isnan(expected):  # of a run that diverged
+        expected = [now + (now - before.get(name, now)) for name, now in used.items()]
+        if any(map(math.isnan, expected)):  # of a run that diverged
             return share
-        step = min(max(GAIN * (expected - AIM), -MOST_STEP), MOST_STEP)
+        step = min(max(GAIN * (max(expected) - AIM), -MOST_STEP), MOST_STEP)
         odds = math.log(share / (1.0 - share)) + step
         return self.clip(1.0 / (1.0 + math.exp(-odds)))
 
@@ -69,7 +70,8 @@ class BudgetState:
         share: the replay share decided last.
         first: the step from which it is read.
         decided: the step whose validation decided it.
-        used: domain -> the part of its budget that was used at the last validation.
+        used: domain -> the part of its budget that was used at the last validation; empty where the run was given this
+            budget after its start, and has not been validated since.
     """
 
     base: dict[str, float]

@@ -50,6 +50,7 @@ def follow_budget(
     used = budget.used(losses, state.base)
     row = {"share": data.ledger.stage_at(step).replay_share, "used": used}
     if step == 0 or step % every_n_steps:
+        state = dataclasses.replace(state, used=used) if step == 0 else state
         data.ledger = dataclasses.replace(data.ledger, budget=state)
         return row
     ahead = data.prefetched_steps(parallel_state.get_data_parallel_world_size())

@@ -24,7 +24,9 @@ def test_the_share_follows_the_most_used_budget() -> None:
     assert used == pytest.approx({"r": 0.5, "w": 1.5})
     assert BUDGET.next_share(0.2, used, used) > 0.2
     assert BUDGET.next_share(0.2, {"r": 0.5, "w": AIM}, {"r": 0.5, "w": AIM}) == pytest.approx(0.2)
-    assert BUDGET.next_share(0.2, {"r": float("nan")}, {}) == 0.2
+    nan = float("nan")
+    for diverged in ({"r": nan}, {"r": nan, "w": 3.0}, {"r": 3.0, "w": nan}):
+        assert BUDGET.next_share(0.2, diverged, {"r": 0.5, "w": 0.5}) == 0.2
     assert BUDGET.next_share(0.2, {"r": -1.0, "w": 0.3}, {"r": -1.0, "w": 0.3}) < 0.2
 
 
@@ -32,6 +34,11 @@ def test_it_sees_a_rise_before_the_budget_is_used() -> None:
     """The same loss, reached from below and from above."""
     used = {"r": 0.7}
     assert BUDGET.next_share(0.2, used, {"r": 0.5}) > 0.2 > BUDGET.next_share(0.2, used, {"r": 0.9})
+
+
+def test_a_budget_that_is_given_later_starts_from_what_is_used_then() -> None:
+    """After --change-blend, half a budget that is used already is no sudden rise from 0."""
+    assert BUDGET.next_share(0.2, {"r": 0.5}, {}) == BUDGET.next_share(0.2, {"r": 0.5}, {"r": 0.5}) < 0.2
 
 
 @given(share=st.floats(0.02, 0.6), used=st.floats(-50, 50), before=st.floats(-50, 50))

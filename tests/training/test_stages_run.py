@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import UserError
 from common.rundir import RunDir
+from data.budget import Budget
 from data.ledger import Ledger, read_ledger
 from tests.conftest import call_in_fork
 from tests.training.conftest import SHORT
@@ -201,6 +202,7 @@ def test_a_budget_moves_the_share_and_a_resume_repeats_it(nemo: None, sample: Pa
     assert [row["from_step"] for row in decisions[1:]] == [5, 8, 11, 14]
     shares = [row["share"] for row in decisions]
     assert shares[:2] == [0.25, 0.25] and shares[2] == decisions[1]["next_share"] != 0.25
+    assert decisions[1]["next_share"] == Budget({"prose": 0.02}).next_share(0.25, decisions[1]["used"], {"prose": 0.0})
     ledger = read_ledger(run.ledger)
     assert [(stage.first, stage.decided) for stage in ledger.stages] == [(0, None), (5, 3), (8, 6), (11, 9), (14, 12)]
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
