@@ -168,6 +168,13 @@ def _cut(known: KnownRun, request: ForecastRequest) -> int:
             found=f"step {asked} of {total}",
             do="wait, or use a smaller part: " + _command(known.run),
         )
+    if validated < asked and asked % known.plan.val_check_interval == 0 and known.curves:
+        raise UserError(  # a step is recorded before it is validated
+            f"{known.run.path} is not validated at step {asked} yet",
+            expected="its validation, which is due at that step",
+            found=f"the newest one, at step {validated}",
+            do="wait until it is recorded, or use a smaller part: " + _command(known.run),
+        )
     return asked
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 
 from common.commands import launch_command
 from common.domain_losses import read_domain_losses
 from common.errors import ProjectError, UserError
+from common.json_files import read_json_object
 from common.metric_rows import Row, read_metric_rows
 from common.rundir import RunDir
 from launcher.earlier_runs import find_earlier_runs
@@ -22,8 +23,12 @@ from recipes.resolve import resolve
 if TYPE_CHECKING:
     from planning.loss_law import Floats
 
-# two runs are of one kind if these numbers are equal: length, learning rate, schedule and seed may differ
-_KIND = ("shape", "base", "data", "blend", "replay_share", "forgetting_budget", "seq_length", "tokens_per_step")
+# two runs are of one kind if these numbers are equal, and what they read: length, learning rate, schedule and seed may
+# differ
+_KIND = (
+    *("shape", "base", "data", "blend", "replay_share", "forgetting_budget", "seq_length", "tokens_per_step"),
+    "isolate_documents",
+)
 _OTHER_RATE = 0.01  # share by which a logged learning rate may differ from the schedule's
 
 
@@ -99,11 +104,27 @@ def _rates(plan: Plan, training: tuple[Row, ...]) -> Floats:
 
 def find_runs_like(known: KnownRun, root: Path) -> Iterator[KnownRun]:
     """The finished runs under `root` of the same kind, newest first, without the run itself."""
+    own, read = known.plan, _read_data(known.run)
     for earlier in find_earlier_runs(root):
-        plan, own = earlier.resolved.plan, known.plan
-        same = all(getattr(plan, name) == getattr(own, name) for name in _KIND)
+        plan, run = earlier.resolved.plan, RunDir.at(earlier.folder)
+        same = all(getattr(plan, name) == getattr(own, name) for name in _KIND) and _read_data(run) == read
         if earlier.finished and same and earlier.folder.resolve() != known.run.path.resolve():
-            yield read_known_run(RunDir.at(earlier.folder), plan)
+            yield read_known_run(run, plan)
+
+
+def _read_data(run: RunDir) -> dict[str, Any]:
+    """What a run has recorded of its data: the corpora by content, and their shares in each stage.
+
+    The files that its command names may have been edited since, or prepared again.
+    """
+    corpora, blend = read_json_object(run.data) or {}, read_json_object(run.blend) or {}
+    splits = [corpus.get("splits", {}) for corpus in corpora.values()]
+    return {
+        "corpora": sorted((name, split.get("bin_sha256", "")) for one in splits for name, split in one.items()),
+        "roles": {domain.get("name"): domain.get("role") for domain in blend.get("domains", [])},
+        "stages": [(stage.get("replay_share"), stage.get("within")) for stage in blend.get("stages", [])],
+        "changed at step": blend.get("changed_at_step"),
+    }
 
 
 def can_teach(curve: Curve, part: float) -> bool:

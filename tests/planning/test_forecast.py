@@ -111,6 +111,44 @@ def test_a_share_that_moves_by_itself_is_said_and_makes_another_kind(root: Path,
     assert not found.domains["prose"].earlier_runs
 
 
+def test_a_step_counts_when_its_validation_is_recorded(tmp_path: Path) -> None:
+    """A step's loss and learning rate are written before its validation, which takes longer."""
+    run = write_run(tmp_path / "runs", "training", "polish", 5.0, until=100)
+    rows = run.metrics.read_text().splitlines()
+    last = next(row for row in rows if json.loads(row)["step"] == 100 and "validation" in row)
+    run.metrics.write_text("".join(row + "\n" for row in rows if row != last))
+    with pytest.raises(UserError, match="not validated at step 100 yet") as refused:
+        _forecast(tmp_path / "runs", "training", at=100)
+    assert refused.value.found == "the newest one, at step 90"
+    assert _forecast(tmp_path / "runs", "training", at=95).step == 95
+    run.metrics.write_text("".join(row + "\n" for row in rows))
+    assert _forecast(tmp_path / "runs", "training", at=100).step == 100
+
+
+def test_runs_of_other_data_teach_nothing(root: Path) -> None:
+    """Isolated documents, a corpus that was prepared again, or shares that were edited, in files of the same names."""
+
+    def earlier(share: float, content: str, *words: str) -> tuple[str, ...]:
+        run = write_run(root, "other", "polish", 5.0, until=100, more_words=words)
+        for one in (run, *(RunDir(name, root) for name in "abc")):
+            mine = one.path == run.path
+            stage = {"replay_share": share if mine else 0.1, "within": {"prose": 1.0}}
+            one.blend.write_text(json.dumps({"domains": [{"name": "prose", "role": "new"}], "stages": [stage]}))
+            splits = {"train": {"bin_sha256": content if mine else "x"}}
+            one.data.write_text(json.dumps({"corpora/prose": {"splits": splits}}))
+        try:
+            return _forecast(root, "other").domains["prose"].earlier_runs
+        finally:
+            shutil.rmtree(run.path)
+            for name in "abc":
+                RunDir(name, root).blend.unlink()
+                RunDir(name, root).data.unlink()
+
+    assert len(earlier(0.1, "x")) == 3
+    assert not earlier(0.2, "x") and not earlier(0.1, "y")
+    assert not earlier(0.1, "x", "data.isolate_documents=True")
+
+
 def test_what_was_measured_later_changes_nothing(root: Path) -> None:
     before = _forecast(root, "a", from_=0.25)
     assert before.hindsight and before.run_step == STEPS
