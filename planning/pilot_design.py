@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -41,12 +42,14 @@ class Design:
         steps: of each of the longer trainings; the others have half of it.
         share: replay share of that run; None where it is not varied.
         trainings: in the order in which they are made.
+        left_out: what a larger budget would try too.
     """
 
     resolved: Resolved
     steps: int
     share: float | None
     trainings: tuple[Training, ...]
+    left_out: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -81,7 +84,7 @@ def rate_overrides(plan: Plan, rate: float) -> tuple[str, ...]:
 
 
 def make_design(request: PilotRequest) -> Design:
-    """Lay out the trainings of a pilot.
+    """Lay out the trainings of a pilot: the largest of `_sizes` that the budget holds.
 
     Raises:
         UserError: the budget is too small (with the smallest that works), or the factors and shares cannot be used.
@@ -97,22 +100,58 @@ def make_design(request: PilotRequest) -> Design:
             found=f"--rates {request.rates}",
             do="--rates 0.33,1,3",
         )
-    shares = _shares(request, share)
-    points = [(float(f"{plan.max_lr * f:.3g}"), one) for f, one in itertools.product(factors, shares)]
-    parts = len(points) * sum(LENGTHS)
-    unit = int(request.budget_share * plan.max_steps / parts + 1e-9)
-    if unit < LEAST_STEPS:
-        need = LEAST_STEPS * parts
-        least = -(-need * 100 // plan.max_steps)
-        raise UserError(
-            f"a budget of {request.budget} is too small for this pilot",
-            expected=f"{len(points)} points, each trained for at least {LEAST_STEPS} and {2 * LEAST_STEPS} steps:"
-            f" {need} of the run's {plan.max_steps} steps",
-            found=f"{int(request.budget_share * plan.max_steps)} steps",
-            do=f"--budget {least}%" if least <= 100 else "the run is too short for a pilot: train it with each setting",
-        )
+    sizes = list(_sizes(request, factors, _shares(request, share)))
+    fitting = [one for one in sizes if _shorter_steps(request, plan, one.points) >= LEAST_STEPS]
+    if not fitting:
+        raise _too_small(request, plan, sizes[-1].points)
+    size = fitting[0]
+    unit = _shorter_steps(request, plan, size.points)
+    points = [(float(f"{plan.max_lr * f:.3g}"), one) for f, one in itertools.product(size.factors, size.shares)]
     trainings = tuple(_training(rate, one, length * unit) for length in LENGTHS for rate, one in points)
-    return Design(resolved, LENGTHS[-1] * unit, share if shares != (None,) else None, trainings)
+    varied = share if size.shares != (None,) else None
+    return Design(resolved, LENGTHS[-1] * unit, varied, trainings, size.left_out)
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The points of a design: factors of the learning rate, replay shares, and what a larger one has beside them."""
+
+    factors: tuple[float, ...]
+    shares: tuple[float | None, ...]
+    left_out: str = ""
+
+    @property
+    def points(self) -> int:
+        return len(self.factors) * len(self.shares)
+
+
+def _sizes(request: PilotRequest, factors: tuple[float, ...], shares: tuple[float | None, ...]) -> Iterator[_Size]:
+    """The designs from the largest to the smallest: what the user names stays, and every point has both lengths.
+
+    With one length nothing says where the best learning rate goes in a longer run (docs/measurements/pilot.md).
+    """
+    yield _Size(factors, shares)
+    if request.shares is None and len(shares) > 1:
+        yield _Size(factors, (None,), "other replay shares than the recipe's")
+    elif request.rates is None and len(factors) > len(RATES):
+        yield _Size(RATES, shares, "a fourth learning rate")
+
+
+def _shorter_steps(request: PilotRequest, plan: Plan, points: int) -> int:
+    """Steps of each of the shorter trainings, in the budget."""
+    return int(request.budget_share * plan.max_steps / (points * sum(LENGTHS)) + 1e-9)
+
+
+def _too_small(request: PilotRequest, plan: Plan, points: int) -> UserError:
+    need = LEAST_STEPS * points * sum(LENGTHS)
+    least = -(-need * 100 // plan.max_steps)
+    return UserError(
+        f"a budget of {request.budget} is too small for this pilot",
+        expected=f"{points} points, each trained for at least {LEAST_STEPS} and {2 * LEAST_STEPS} steps:"
+        f" {need} of the run's {plan.max_steps} steps",
+        found=f"{int(request.budget_share * plan.max_steps)} steps",
+        do=f"--budget {least}%" if least <= 100 else "the run is too short for a pilot: train it with each setting",
+    )
 
 
 def _training(rate: float, share: float | None, steps: int) -> Training:

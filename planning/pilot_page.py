@@ -67,6 +67,12 @@ def describe_trainings(design: Design) -> Iterator[str]:
         f"{len(design.trainings)} trainings of {lengths} steps, the whole schedule in each: {total} steps,"
         f" {design.budget:.1%} of the run's {design.plan.max_steps}",
     )
+    yield from _describe_left_out(design)
+
+
+def _describe_left_out(design: Design) -> Iterator[str]:
+    if design.left_out:
+        yield from name_and_text("left out", f"{design.left_out}, for which the budget is too small")
 
 
 def describe_result(one: Result) -> str:
@@ -104,6 +110,7 @@ def format_recommendation(design: Design, objective: Objective, found: Recommend
         f"continued from {design.steps // 2} and {design.steps} steps to {design.plan.max_steps}: expect the order of"
         " the settings to be right rather than the numbers (docs/pilot.md says what was measured)",
     )
+    yield from _describe_left_out(design)
     for note in found.notes:
         yield from name_and_text("note", note)
 

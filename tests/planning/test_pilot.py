@@ -20,7 +20,7 @@ from launcher.earlier_runs import highest_rate
 from planning import pilot
 from planning.pilot_design import LEAST_STEPS, make_design, training_spec
 from planning.pilot_fit import Objective, Result, continue_results, recommend
-from planning.pilot_page import run_pilot
+from planning.pilot_page import describe_trainings, run_pilot
 from planning.pilot_request import PilotRequest
 from recipes.resolve import resolve
 
@@ -62,6 +62,19 @@ def test_without_replay_only_the_learning_rate_is_tried() -> None:
     assert (plan.max_steps, plan.fork_step, plan.decay_steps) == (40, 34, 6) and plan.min_lr == pytest.approx(
         plan.max_lr / 100, rel=0.01
     )
+
+
+def test_a_small_budget_tries_fewer_points() -> None:
+    """The command of the documents: 5% of 2000 steps hold three learning rates at two lengths, or six points at 9%."""
+    small, large = (make_design(PilotRequest(recipe="qwen25_500m_cpt", budget=one)) for one in ("5%", "9%"))
+    assert (len(small.trainings), small.share, small.steps) == (6, None, 22) and small.budget <= 0.05
+    assert {one.share for one in small.trainings} == {None} and len({one.rate for one in small.trainings}) == 3
+    assert "left out other replay shares" in " ".join(" ".join(describe_trainings(small)).split())
+    assert (len(large.trainings), large.left_out) == (12, "")
+    three = make_design(PilotRequest(recipe="qwen25_tiny", budget="25%"))
+    assert len(three.trainings) == 6 and three.left_out == "a fourth learning rate"
+    with pytest.raises(UserError, match="too small"):  # what the user names is not left out
+        make_design(PilotRequest(recipe="qwen25_500m_cpt", budget="5%", shares="0.1,0.3"))
 
 
 @pytest.mark.parametrize(
