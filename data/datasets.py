@@ -82,7 +82,7 @@ def _read_checked(dataset: Any, build: Callable[[], tuple[Any, ...]], check: Cal
     """`replace_if_wrong` for a Megatron dataset, whose cache files begin with the hash of its description."""
     cache = dataset.config.path_to_cache
     pattern = f"{dataset.unique_description_hash}-*_index.npy"
-    arrays, deleted = replace_if_wrong(lambda: sorted(Path(cache).glob(pattern)) if cache else [], build, check)
+    arrays, deleted = replace_if_wrong(Path(cache) if cache else None, pattern, build, check)
     for path, problem in deleted.items():
         log.warning("data: the sample index %s was damaged and is built again: %s", path, problem)
     return arrays

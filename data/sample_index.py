@@ -8,6 +8,8 @@ Versions: megatron-core 0.12 to 0.15. Test: tests/data/test_sample_index.py.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -122,25 +124,46 @@ def _parts(array: Array) -> Iterator[tuple[int, Array]]:
 
 
 def replace_if_wrong(
-    files: Callable[[], list[Path]], build: Callable[[], tuple[Array, ...]], check: Callable[..., str]
+    cache: Path | None, pattern: str, build: Callable[[], tuple[Array, ...]], check: Callable[..., str]
 ) -> tuple[tuple[Array, ...], dict[Path, str]]:
     """Let Megatron read or build its indices; delete files that are wrong, and let it build them again.
 
+    Trainings that start at the same time, such as those of a pilot, do this one after the other: Megatron writes the
+    files in place, and half a file of another training is not a damaged one.
+
     Args:
-        files: the cache files of these indices that exist.
+        cache: the folder of the cache files; None without a cache.
+        pattern: of the names of these indices.
         build: reads the arrays from the cache, or builds and caches them.
         check: what is wrong with the arrays, or an empty text.
 
     Returns:
         the arrays, and the deleted files with the reason.
     """
-    deleted = find_unreadable(files())
-    for path in deleted:
-        path.unlink()
-    arrays = build()
-    if problem := check(*arrays):
-        for path in files():
-            deleted[path] = problem
-            path.unlink()
+
+    def files() -> list[Path]:
+        return sorted(cache.glob(pattern)) if cache is not None else []
+
+    with _locked(cache):
+        deleted = find_unreadable(files())
+        for path in deleted:
+            path.unlink(missing_ok=True)
         arrays = build()
+        if problem := check(*arrays):
+            for path in files():
+                deleted[path] = problem
+                path.unlink(missing_ok=True)
+            arrays = build()
     return arrays, deleted
+
+
+@contextlib.contextmanager
+def _locked(cache: Path | None) -> Iterator[None]:
+    """Wait until no other process builds indices in the folder, where it can be written and has locks."""
+    with contextlib.ExitStack() as stack:
+        if cache is not None:
+            with contextlib.suppress(OSError):
+                cache.mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context((cache / ".lock").open("w"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

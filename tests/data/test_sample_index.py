@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.sample_index import check_blend, check_indices
+from data.sample_index import check_blend, check_indices, replace_if_wrong
 
 LENGTHS = np.array([40, 7, 300, 64, 1], dtype=np.int32)
 CORPUS = np.array([0, 1, 2, 4], dtype=np.int32)  # document 3 belongs to another split
@@ -75,6 +76,36 @@ def test_damage_of_a_blend_is_noticed() -> None:
     assert "repeated or left out" in check_blend(np.zeros_like(datasets), samples, 2)
     assert "dataset number" in check_blend(datasets + 1, samples, 2)
     assert "shapes" in check_blend(datasets[:-1], samples, 2)
+
+
+def test_a_file_that_another_training_writes_is_not_deleted(tmp_path: Path) -> None:
+    """Two trainings start at once: the second one comes when the first has written half of its index."""
+    file, content = tmp_path / "cache" / "x-order_index.npy", np.arange(1000)
+    half, second_ended = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def build() -> tuple[Any, ...]:
+        if not file.exists():
+            np.save(tmp_path / "whole.npy", content)
+            data = (tmp_path / "whole.npy").read_bytes()
+            with file.open("wb") as stream:
+                stream.write(data[:500])
+                stream.flush()
+                half.set()
+                second_ended.wait(0.3)
+                stream.write(data[500:])
+        return (np.load(file),)
+
+    def train() -> None:
+        found.append(replace_if_wrong(file.parent, "x-*_index.npy", build, lambda order: ""))
+
+    first, second = threading.Thread(target=train), threading.Thread(target=lambda: (half.wait(), train()))
+    first.start(), second.start()
+    second.join()
+    second_ended.set()
+    first.join()
+    assert [deleted for _, deleted in found] == [{}, {}] and file.exists()
+    assert all(np.array_equal(order, content) for (order,), _ in found)
 
 
 class Evil:
