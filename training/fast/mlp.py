@@ -81,7 +81,7 @@ def find_problem(config: Any) -> str | None:
         import quack.gemm_interface  # noqa: F401
     except Exception as error:  # whatever its compiler's version makes of it
         return f"QuACK cannot be imported ({error}): {_INSTALL}"
-    if torch.cuda.get_device_capability() != (9, 0):
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         return "it needs a Hopper GPU (H100, H200)"
     if not config.gradient_accumulation_fusion or not config.bf16:
         return "it needs bf16 and model.config.gradient_accumulation_fusion=True"

@@ -117,6 +117,20 @@ def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..
         assert curve == curves[name], name
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_the_fused_mlp_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """QuACK is installed, which asks for no GPU."""
+    import sys
+    import types
+
+    from training.fast import mlp
+
+    monkeypatch.setattr(mlp, "is_installed", lambda: True)
+    for name in ("quack", "quack.gemm_interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert mlp.find_problem(types.SimpleNamespace()) == "it needs a Hopper GPU (H100, H200)"
+
+
 def test_all_ranks_stop_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delayed request stops every rank one step later; in the last step it is read without delay."""
     from training.interrupt import StopOnInterrupt
