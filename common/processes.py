@@ -121,6 +121,18 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def start_time(pid: int) -> int | None:
+    """When a process of this machine started, in clock ticks since the boot; None if it has ended.
+
+    With it a process id is unique until the next boot.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return int(fields[19]) if fields[0] != "Z" else None
+
+
 def describe_exit(code: int) -> str:
     """An exit code as multiprocessing and subprocess give it: a negative one is a signal."""
     if code >= 0:

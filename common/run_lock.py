@@ -1,11 +1,13 @@
 """One launcher and one rank 0 per run directory: locks that the kernel releases when their process ends.
 
 A record lock (fcntl) belongs to a process: it is not inherited by child processes, it is seen by other machines on a
-network file system, and it cannot be left behind. The file also says who holds it.
+network file system, and it cannot be left behind. The file also says who holds it. Where a file system has no such
+locks, a file stands for one (common/file_lock.py).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -16,13 +18,16 @@ import socket
 import time
 from pathlib import Path
 
+from common import file_lock
 from common.errors import UserError
 from common.json_files import read_json_object
 
 LAUNCHER, RANK_0 = "launcher", "rank 0"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # this file system has none
 log = logging.getLogger("launch")
-_held: dict[Path, int] = {}  # lock files of this process, by descriptor: closing any descriptor of one releases it
+# lock files of this process: closing any descriptor of one releases it; None is a lock without a descriptor
+_held: dict[Path, int | None] = {}
+_PREFIX = ".lock-"
 
 
 class RunInUseError(UserError):
@@ -42,26 +47,69 @@ def acquire(run: Path, role: str) -> None:
     path = _path(run, role)
     if path in _held:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        os.close(descriptor)
-        if problem.errno in _NO_LOCKS:
-            log.warning("lock: the file system of %s has no locks: start each run once only", run)
-            return
-        raise _in_use(run, role) from None
     holder = {"role": role, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+    try:
+        descriptor = _lock(path)
+    except OSError as problem:
+        if problem.errno not in _NO_LOCKS:
+            raise _in_use(run, role) from None
+        if not file_lock.take(_file(path), holder):
+            raise _in_use(run, role) from None
+        log.info("lock: the file system of %s has no locks: %s stands for one", run, _file(path).name)
+        atexit.register(release, run, role)
+        _held[path] = None
+        return
     os.ftruncate(descriptor, 0)
     os.write(descriptor, (json.dumps(holder) + "\n").encode())
     _held[path] = descriptor
 
 
+def _lock(path: Path) -> int:
+    """Open and lock the file. The descriptor is that of the file that `path` names: it may be removed meanwhile.
+
+    Raises:
+        OSError: another process has the lock, or the file system has no locks.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # its folder was removed again
+            continue
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        os.close(descriptor)
+
+
 def release(run: Path, role: str) -> None:
     """Give the lock back. Its file stays: another process may be about to take it."""
-    if (descriptor := _held.pop(_path(run, role), None)) is not None:
+    path = _path(run, role)
+    if path not in _held:
+        return
+    descriptor = _held.pop(path)
+    if descriptor is None:
+        file_lock.give_back(_file(path))
+    else:
         os.close(descriptor)
+
+
+def remove_if_unused(run: Path) -> None:
+    """Remove a run directory that holds nothing but lock files.
+
+    To be called by the process that has the launcher's lock: another one that gets it now finds that its file is gone.
+    """
+    if not run.is_dir() or not all(path.name.startswith(_PREFIX) for path in run.iterdir()):
+        return
+    with contextlib.suppress(OSError):  # another launch has begun
+        for path in run.iterdir():
+            path.unlink()
+        run.rmdir()
 
 
 def is_held_elsewhere(run: Path, role: str) -> bool:
@@ -73,7 +121,7 @@ def is_held_elsewhere(run: Path, role: str) -> bool:
         try:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
-            return problem.errno not in _NO_LOCKS
+            return problem.errno not in _NO_LOCKS or file_lock.is_held(_file(path))
     return False
 
 
@@ -89,15 +137,23 @@ def check_free(run: Path) -> None:
 
 
 def _in_use(run: Path, role: str) -> RunInUseError:
-    holder = read_json_object(_path(run, role)) or {}
+    path = _path(run, role)
+    by_file = _file(path).exists()
+    holder = read_json_object(_file(path) if by_file else path) or {}
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"])) if "since" in holder else "unknown"
     return RunInUseError(
         f"{run} is in use",
         expected="one launch at a time for a run directory",
         found=f"{role}: process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {since}",
-        do="wait for it or stop it; --name ANOTHER starts another run",
+        do="wait for it or stop it; --name ANOTHER starts another run"
+        + (f"; if that process is gone: rm {_file(path)}" if by_file else ""),
     )
 
 
 def _path(run: Path, role: str) -> Path:
-    return run.absolute() / f".lock-{role.replace(' ', '-')}"
+    return run.absolute() / f"{_PREFIX}{role.replace(' ', '-')}"
+
+
+def _file(path: Path) -> Path:
+    """The lock of a file system without locks."""
+    return path.with_name(f"{path.name}-held")

@@ -303,12 +303,6 @@ def check_run_name(name: str) -> None:
         )
 
 
-def remove_if_unused(run: RunDir) -> None:
-    """Remove a run directory that holds nothing but lock files: the launch was refused."""
-    if run.path.is_dir() and all(path.name.startswith(".lock-") for path in run.path.iterdir()):
-        shutil.rmtree(run.path, ignore_errors=True)
-
-
 def _numbered(name: str, root: Path) -> list[Path]:
     found = [p for p in root.glob("*") if re.fullmatch(rf"{re.escape(name)}(-[0-9]+)?", p.name)]
     return sorted(

@@ -23,15 +23,24 @@ def claim_run_directory(spec: RunSpec) -> Iterator[RunDir]:
         UserError: the name cannot be taken; RunInUseError says which process has it.
     """
     folder = _lock_run_directory(spec)
-    made = [path for path in (folder.path, folder.path.parent) if not path.exists()]
+    leaves_nothing = spec.dryrun and not spec.write
+    is_new = not folder.path.exists()
     try:
         yield folder
     finally:
-        run_lock.release(folder.path, run_lock.LAUNCHER)
-        rundir.remove_if_unused(folder)
-        if spec.dryrun and not spec.write:
-            for path in made:
-                shutil.rmtree(path, ignore_errors=True)
+        if leaves_nothing and is_new:
+            _remove_what_a_dry_run_made(folder)
+        elif not leaves_nothing:
+            run_lock.remove_if_unused(folder.path)  # as long as this process has the lock
+            run_lock.release(folder.path, run_lock.LAUNCHER)
+
+
+def _remove_what_a_dry_run_made(folder: RunDir) -> None:
+    """Remove the run directory, unless a launch has taken its name meanwhile, and the folder of runs if it is empty."""
+    if not folder.used:
+        shutil.rmtree(folder.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.path.parent.rmdir()
 
 
 def _lock_run_directory(spec: RunSpec) -> RunDir:
