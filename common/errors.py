@@ -8,6 +8,7 @@ from collections.abc import Iterable
 EXIT_RUN = 1
 EXIT_USER = 2
 EXIT_PREFLIGHT = 3
+EXIT_NO_RETRY = 4  # of watch/retry_helps.py
 EXIT_INTERRUPTED = 130
 
 

@@ -6,6 +6,7 @@ import logging
 import re
 from typing import Any
 
+from common.errors import EXIT_NO_RETRY, EXIT_PREFLIGHT, EXIT_USER
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
 from launcher.executors.on_cluster import rank_environment, torchrun_command
@@ -14,6 +15,18 @@ log = logging.getLogger("launch")
 PORT = 29500  # each pod has an address of its own, where no other run can use the port
 # other pods of this Job may be reading the same folder of the claim: each file is copied aside and then renamed
 _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
+_RANKS = "ranks"  # the container
+# $1: python, $2: the run directory; then what starts the ranks: it gets the pod's SIGTERM, and its exit code hides theirs
+_ASK = f"""python=$1 run=$2; shift 2
+"$@" & ranks=$!
+trap 'stopped=1; kill -TERM "$ranks"' TERM
+wait "$ranks"; code=$?
+while kill -0 "$ranks" 2>/dev/null; do wait "$ranks"; code=$?; done
+if [ "$code" = 0 ] || [ "$stopped" ]; then exit "$code"; fi
+"$python" -m watch.retry_helps "$run" "$code"
+if [ "$?" = {EXIT_NO_RETRY} ]; then exit {EXIT_NO_RETRY}; fi
+exit "$code"
+"""
 
 
 def kubernetes_name(job: Job) -> str:
@@ -45,8 +58,25 @@ def _job(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
     many = {"completionMode": "Indexed", "completions": job.num_nodes, "parallelism": job.num_nodes}
     one = {"completions": 1, "parallelism": 1}
     template = {"metadata": {"labels": {"job-of": kubernetes_name(job)}}, "spec": _pod(job, cluster, k8s)}
-    retries = job.resolved.spec.retries if job.resolved else 0  # a pod that starts again resumes by itself
-    return {**(many if job.num_nodes > 1 else one), "backoffLimit": retries, "template": template}
+    spec = {**(many if job.num_nodes > 1 else one), "backoffLimit": _retries(job) * job.num_nodes}  # all pods fail
+    if _retries(job):
+        codes = {"containerName": _RANKS, "operator": "In", "values": [EXIT_USER, EXIT_PREFLIGHT, EXIT_NO_RETRY]}
+        spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+    return {**spec, "template": template}
+
+
+def _retries(job: Job) -> int:
+    """How often a failed run is started again: a new pod resumes by itself."""
+    return job.resolved.spec.retries if job.resolved else 0
+
+
+def _command(job: Job, cluster: Cluster) -> list[str]:
+    """What starts the ranks of a pod; with retries its exit code says whether another pod can help."""
+    python = cluster.python or "python"
+    words = torchrun_command(job, python)
+    if not _retries(job):
+        return words
+    return ["sh", "-c", _ASK, "sh", python, str(job.folder.path), *words]
 
 
 def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
@@ -65,9 +95,9 @@ def _pod(job: Job, cluster: Cluster, k8s: K8s) -> dict[str, Any]:
         mounts.append({"name": f"host-{number}", "mountPath": target, **({"readOnly": True} if mode == ["ro"] else {})})
         volumes.append({"name": f"host-{number}", "hostPath": {"path": source}})
     ranks = {
-        "name": "ranks",
+        "name": _RANKS,
         "image": cluster.image,
-        "command": [escape(word) for word in torchrun_command(job, cluster.python or "python")],
+        "command": [escape(word) for word in _command(job, cluster)],
         "workingDir": workdir,
         "env": _env(job, cluster),
         "resources": {"limits": _limits(job, k8s)},

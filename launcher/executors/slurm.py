@@ -61,8 +61,20 @@ def submit(job: Job) -> int:
 
 
 def check(job: Job) -> None:
-    """Check that the cluster file allows the run, and that Slurm takes its names."""
-    workdir_on_nodes(check_names(job))
+    """Check that the cluster file allows the run and its retries, and that Slurm takes its names.
+
+    Raises:
+        UserError: it does not.
+    """
+    cluster = check_names(job)
+    workdir_on_nodes(cluster)
+    if job.resolved is not None and job.resolved.spec.retries and not cluster.slurm.requeue:
+        raise UserError(
+            "--retries: this cluster file lets no job return to the queue",
+            expected="slurm: {requeue: true}, which is the default: Slurm starts a failed job again by requeueing it",
+            found="requeue: false",
+            do="remove that line of the cluster file, or --retries 0",
+        )
 
 
 def logs_folder(cluster: Cluster, job: Job) -> str:

@@ -16,6 +16,7 @@ from typing import Literal
 
 import jinja2
 
+from common.errors import EXIT_NO_RETRY
 from launcher.cluster_file import Cluster
 from launcher.executors import Job
 from launcher.executors.on_cluster import python_on_nodes, rank_environment, workdir_on_nodes
@@ -51,6 +52,8 @@ def render(job: Job, cluster: Cluster, logs: str) -> str:
         first_attempt=int(job.logs.name.rsplit("-", 1)[-1]),
         logs=logs,
         srun=[*_container_options(job, cluster), *cluster.slurm.srun],
+        ask=[python_on_nodes(cluster), "-m", "watch.retry_helps", str(job.folder.path)],
+        no_retry=EXIT_NO_RETRY,
         command=[python_on_nodes(cluster), *job.rank_command[1:]],
     )
 

@@ -21,6 +21,7 @@ from common.rundir import RunDir
 from data.indexed import check_prefix
 from launcher.launcher_log import keep_launcher_log
 from tests.watch.conftest import START, fail_rank, write_rows
+from watch import retry_helps
 from watch.diagnose import diagnose, explain_failure
 from watch.diagnosis import Diagnosis
 from watch.flight_recorder import find_stuck_collective
@@ -345,3 +346,25 @@ def test_a_run_directory_without_anything(tmp_path: Path) -> None:
 def test_groups_without_a_value_leave_no_hole() -> None:
     match = find_known("RuntimeError: CUDA error: out of memory")
     assert match is not None and match.cause == "GPU memory ran out"
+
+
+@pytest.mark.parametrize(
+    ("error", "rank_code", "code", "says"),
+    [
+        ("diverged", 1, 1, "the training diverged"),
+        ("port_in_use", 1, 1, ""),
+        ("something unknown", 1, 1, ""),
+        ("something unknown", 3, 1, "ended with code 3: something unknown"),  # torchrun and srun hide it
+        ("", 0, 2, "ended with code 2"),
+    ],
+)
+def test_whether_a_scheduler_shall_start_it_again(
+    error: str, rank_code: int, code: int, says: str, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(executor="slurm")
+    if error:
+        sample = LOGS / f"{error}.log"
+        text = sample.read_text().strip() if sample.exists() else error
+        RankState(rank=0, state="failed", exit_code=rank_code, error=text).write(run.attempt(1))
+    assert retry_helps.main([str(run.path), str(code)]) == (4 if says else 0)
+    assert says in capsys.readouterr().err

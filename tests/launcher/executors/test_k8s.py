@@ -33,9 +33,9 @@ FILE = load_cluster(ROOT / "docs" / "clusters" / "k8s.yaml")
 VERSION = "1.34"
 
 
-def _objects(nodes: int, tmp_path: Path, accelerator: str = "gpu") -> list[dict[str, Any]]:
+def _objects(nodes: int, tmp_path: Path, accelerator: str = "gpu", retries: int = 0) -> list[dict[str, Any]]:
     assert FILE.k8s is not None
-    written = job(FILE, root=tmp_path / "runs", num_nodes=nodes, accelerator=accelerator)
+    written = job(FILE, root=tmp_path / "runs", num_nodes=nodes, accelerator=accelerator, retries=retries)
     written.folder.path.mkdir(parents=True, exist_ok=True)
     written.folder.spec_file.write_text('{"recipe": "qwen25_tiny"}\n')
     written.folder.env.write_text("[]\n")
@@ -168,11 +168,42 @@ def test_the_pods_command_makes_one_world_of_two_nodes(tmp_path: Path) -> None:
     assert {size for row in said for size in row[1::2]} == {"4"}
 
 
-def test_manifest_is_the_recorded_one(tmp_path: Path) -> None:
-    text = yaml.safe_dump_all(_objects(2, tmp_path), sort_keys=False)
+@pytest.mark.parametrize("retries", [0, 3])
+def test_manifest_is_the_recorded_one(retries: int, tmp_path: Path) -> None:
+    objects, golden = _objects(2, tmp_path, retries=retries), GOLDEN
+    if retries:
+        objects, golden = objects[-1:], GOLDEN.with_name("k8s-retries.yaml")  # the Job
+        kubernetes_validate.validate(objects[0], VERSION, strict=True)
+    text = yaml.safe_dump_all(objects, sort_keys=False)
     if os.environ.get("UPDATE_GOLDENS"):
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+_PYTHON = """#!/bin/sh
+case "$*" in *watch.retry_helps*) echo "$@" > asked; exit $ANSWER ;; esac
+trap 'exit 7' TERM
+touch started
+[ "$CODE" ] && exit $CODE
+while true; do sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(("code", "answer", "ends"), [("1", 4, 4), ("1", 0, 1), ("1", 1, 1), ("0", 4, 0), ("", 4, 7)])
+def test_a_pod_says_whether_another_one_can_help(code: str, answer: int, ends: int, tmp_path: Path) -> None:
+    """With retries; what starts the ranks gets the pod's SIGTERM (the last row), and then nobody is asked."""
+    (tmp_path / "python").write_text(_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    command = [word.replace("$$", "$") for word in _pod(_objects(1, tmp_path, retries=2))["containers"][0]["command"]]
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": code, "ANSWER": str(answer)}
+    pod = subprocess.Popen(command, cwd=tmp_path, env=env)
+    if not code:
+        while not (tmp_path / "started").exists():
+            assert pod.poll() is None
+        pod.terminate()
+    assert pod.wait(timeout=30) == ends
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    assert asked == ("-m watch.retry_helps runs/my-run 1\n" if code == "1" else "")
 
 
 def _pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
