@@ -75,7 +75,9 @@ class TruthGates(pl.Callback):
         if start is not None and self.run is not None and trainer.is_global_zero and "reduced_train_loss" in metrics:
             norm = metrics.get("grad_norm")
             loss = float(metrics["reduced_train_loss"])
-            check_resumed_loss(self.run, start, loss, None if norm is None else float(norm))
+            ledger = getattr(trainer.datamodule, "ledger", None)
+            since = 0 if ledger is None else ledger.stage_at(start).first
+            check_resumed_loss(self.run, start, loss, None if norm is None else float(norm), since)
 
 
 def _write_facts(run: RunDir, data: Any, config: Any, parameters: int, mask_share: float) -> None:

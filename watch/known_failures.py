@@ -231,7 +231,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         name="other_loss",
         patterns=(r"the resumed run does not go on where it stopped[\s\S]*?found: (?P<found>[^\n]+)",),
         cause="the resumed run does not go on where it stopped: {found}",
-        advice="`python launch.py list NAME --verify` checks the checkpoints; delete a bad one, then {resume}",
+        advice="`python launch.py list {run} --verify` checks the checkpoints; delete a bad one, then {resume}",
     ),
     KnownFailure(
         name="read_only",

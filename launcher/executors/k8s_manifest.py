@@ -16,7 +16,7 @@ PORT = 29500  # each pod has an address of its own, where no other run can use t
 # other pods of this Job may be reading the same folder of the claim: each file is copied aside and then renamed
 _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
 _RANKS = "ranks"  # the container
-# $1: python, $2: the run directory; then what starts the ranks: it gets the pod's SIGTERM, and its exit code hides theirs
+# $1: python, $2: the run directory; then what starts the ranks: it gets the SIGTERM, its exit code hides theirs
 _ASK = f"""python=$1 run=$2; shift 2
 "$@" & ranks=$!
 trap 'stopped=1; kill -TERM "$ranks"' TERM
