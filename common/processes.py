@@ -71,10 +71,12 @@ def starters() -> list[int]:
 def watch(pids: Sequence[int], on_gone: Callable[[int], None]) -> None:
     """Start a thread that calls `on_gone` with the process id of the first of these processes that ends."""
 
+    started = {pid: start_time(pid) for pid in pids}
+
     def wait() -> None:
         while True:
             for pid in pids:
-                if not is_alive(pid):
+                if not is_alive(pid, started[pid]):
                     return on_gone(pid)
             time.sleep(1.0)
 
@@ -107,18 +109,51 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process with this id exists on this machine and has not ended."""
+def is_alive(pid: int, started: int = 0) -> bool:
+    """Whether a process with this id exists on this machine and has not ended.
+
+    Args:
+        started: its `start_time`; a process that has got the same id later is another one. 0 if it is not known.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:  # another user's process
         return True
-    try:  # a process that has ended stays as a zombie until its parent asks for its exit code
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    state = _stat(pid)  # a process that has ended stays as a zombie until its parent asks for its exit code
+    return bool(state) and state[0] != "Z" and started in (0, int(state[_START_TIME]))
+
+
+def start_time(pid: int | None = None) -> int:
+    """When a process was started, in clock ticks since the machine was; 0 if it does not exist. Default: this one."""
+    state = _stat(os.getpid() if pid is None else pid)
+    return int(state[_START_TIME]) if state else 0
+
+
+def describe_state(pid: int) -> str:
+    """What the kernel says a process does: it is stopped, computes, waits."""
+    state = _stat(pid)
+    return _STATES.get(state[0], f"is in state {state[0]}") if state else "has ended"
+
+
+_START_TIME = 19  # of the fields that follow the name of the program in /proc/PID/stat (proc(5))
+_STATES = {
+    "R": "computes",
+    "S": "waits",
+    "D": "waits for a disk, a network file system or a device",
+    "T": "is stopped by a signal (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "Z": "has ended",
+}
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the name of the program; none of a process that does not exist."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return []
 
 
 def start_time(pid: int) -> int | None:

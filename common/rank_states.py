@@ -15,7 +15,7 @@ from pathlib import Path
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN
 from common.files import write_although_full
 from common.json_files import read_json_object
-from common.processes import describe_exit, is_alive
+from common.processes import describe_exit, is_alive, start_time
 from common.run_status import Heartbeat
 
 log = logging.getLogger("launch")
@@ -29,6 +29,7 @@ class RankState:
     Args:
         state: running (also of a rank that was killed), done, interrupted or failed.
         error: the full error text of a failed rank.
+        pid, pid_started: its process, and when that was started (clock ticks since the machine was; 0: not known).
         time: Unix time of the record in seconds; of a running rank the time of its newest heartbeat
         phase, step, step_time: as in common/run_status.py; step_time is 0 before the first step.
     """
@@ -39,6 +40,7 @@ class RankState:
     error: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    pid_started: int = field(default_factory=start_time)
     time: float = field(default_factory=time.time)
     phase: str = ""
     step: int = 0
@@ -51,7 +53,7 @@ class RankState:
 
     def is_alive(self) -> bool:
         """Whether a rank that has not recorded its end still runs on this machine."""
-        return self.state == RUNNING and self.host == socket.gethostname() and is_alive(self.pid)
+        return self.state == RUNNING and self.host == socket.gethostname() and is_alive(self.pid, self.pid_started)
 
     def heartbeat(self) -> Heartbeat:
         """The same for status.json: the phase of a running rank, the state of an ended one."""
@@ -63,7 +65,8 @@ def read(logs: Path) -> list[RankState]:
     """The states of all ranks that have recorded one, in the order of their ranks."""
     names = {field.name for field in fields(RankState)}
     rows = [read_json_object(path) for path in logs.glob("rank-*.json")]
-    found = [RankState(**{k: v for k, v in row.items() if k in names}) for row in rows if row and "rank" in row]
+    rows = [{"pid_started": 0, **row} for row in rows if row and "rank" in row]
+    found = [RankState(**{k: v for k, v in row.items() if k in names}) for row in rows if row]
     return sorted(found, key=lambda state: state.rank)
 
 

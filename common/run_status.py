@@ -18,7 +18,7 @@ from typing import Any
 
 from common.files import write_although_full
 from common.json_files import read_json_object
-from common.processes import is_alive
+from common.processes import is_alive, start_time
 
 STARTING, IMPORTING, LOADING = "starting", "importing", "loading data"
 TRAINING, VALIDATING, SAVING = "training", "validating", "saving"
@@ -78,7 +78,7 @@ class RunStatus:
         phase: one of the phases of this module.
         executor: who starts the ranks.
         attempt: counted from 1; each start or resume is one.
-        host, pid: of the process that wrote this last.
+        host, pid, pid_started: of the process that wrote this last; when it was started, as in common/processes.py.
         started, updated: start of the attempt; last write.
         step, max_steps: optimizer steps done, and in all.
         step_time: when the last step ended on rank 0; 0 before the first one.
@@ -95,6 +95,7 @@ class RunStatus:
     world_size: int = 1
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+    pid_started: int = field(default_factory=start_time)
     started: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
     step: int = 0
@@ -129,7 +130,7 @@ class RunStatus:
         if self.phase in ENDED:
             return self.phase
         if self.phase == STARTING:
-            gone = self.host == socket.gethostname() and not is_alive(self.pid)
+            gone = self.host == socket.gethostname() and not is_alive(self.pid, self.pid_started)
             return SILENT if gone and self.executor not in ("slurm", "k8s") else self.phase
         return SILENT if now - self.updated > SILENT_AFTER_S else self.phase
 
@@ -144,7 +145,7 @@ class RunStatus:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> RunStatus:
         """From the parsed file; keys of other versions are left out, missing ones have their defaults."""
-        known = _known_fields(cls, row)
+        known = {"pid_started": 0, **_known_fields(cls, row)}
         ranks = row.get("ranks")
         known["ranks"] = tuple(
             Heartbeat(**_known_fields(Heartbeat, one))

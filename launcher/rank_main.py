@@ -25,7 +25,7 @@ from launcher import batch_size, build, data_records, stages
 from launcher.resume import newest_good_checkpoint
 from launcher.sending import sending
 from recipes.resolve import Resolved, resolve
-from training import heartbeat, sigterm
+from training import hang_watch, heartbeat, sigterm
 from training.distributed.rank_env import RankInfo, clear_rank_variables, read_rank, set_torchrun_variables
 from training.system_samples import SystemSampler
 
@@ -189,6 +189,7 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
     heartbeat.end(RankState(rank=where.rank, state=rank_states.DONE), attempt)
     _wait_for_all()
+    hang_watch.stop()  # an evaluation has a limit of its own
     evaluation.finish()
     return 0
 
@@ -225,6 +226,7 @@ def _recorded(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[N
         max_steps=resolved.plan.max_steps,
     )
     heartbeat.start(folder, where.rank, status)
+    hang_watch.start(heartbeat.record_failure)
     samples = SystemSampler(folder, spec.attempt, where.rank // where.local_world_size)
     if where.local_rank == 0:
         samples.start()
@@ -241,6 +243,7 @@ def _recorded(folder: RunDir, resolved: Resolved, where: RankInfo) -> Iterator[N
         raise
     finally:
         samples.stop()
+        hang_watch.stop()
 
 
 def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:

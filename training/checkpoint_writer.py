@@ -33,7 +33,9 @@ from torch.distributed.checkpoint import filesystem
 from common import processes
 from common.checkpoint_files import SIDECAR
 from common.errors import ProjectError
+from training import hang_watch
 from training.global_totals import sum_over_ranks
+from training.sigterm import KILLED_WITHIN_S
 
 STALLED_AFTER_S = 900.0  # a slow file system takes minutes to flush, but not this long for nothing
 log = logging.getLogger("launch")
@@ -191,13 +193,14 @@ class WatchedCaller(async_utils.TemporalAsyncCaller):
                 return True
             if not blocking:
                 return False
+            hang_watch.note_progress()  # STALLED_AFTER_S is the limit here
             time.sleep(0.05)
 
     def close(self) -> None:
         """Release the copies and the process, which has ended or is given up."""
         if self.process is not None:
             self.process.kill()  # no effect on one that has ended
-            self.process.join()
+            self.process.join(KILLED_WITHIN_S)
         self.process = self.copies = None
 
     def _is_running(self) -> bool:

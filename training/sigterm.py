@@ -16,6 +16,7 @@ import signal
 import threading
 
 _SIGTERM = {signal.SIGTERM}
+KILLED_WITHIN_S = 10.0  # a process that was killed is gone, unless the kernel waits for a device
 
 
 def block() -> None:
@@ -37,4 +38,7 @@ def kill_children() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error there for a data worker that was killed
     for child in multiprocessing.active_children():
         child.kill()
-        child.join()
+    for child in multiprocessing.active_children():
+        child.join(KILLED_WITHIN_S)
+        if child.is_alive():  # in the kernel, such as one that waits for a disk; at exit Python would wait for it
+            multiprocessing.process._children.discard(child)  # type: ignore[attr-defined]

@@ -8,29 +8,24 @@ from typing import Any
 import lightning.pytorch as pl
 
 from common import run_status
-from training import heartbeat
-from training.hang_watch import HangWatch
+from training import hang_watch, heartbeat
 
 
 class StatusCallback(pl.Callback):
     """Sets phase and step in memory at the borders of a step; reads nothing from the device. Comes last of all."""
-
-    def __init__(self) -> None:
-        self._hang = HangWatch(heartbeat.record_failure)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         timer = next((one for one in trainer.callbacks if isinstance(one, pl.callbacks.Timer)), None)
         left_s = timer.time_remaining() if timer is not None else None  # of trainer.max_time
         ends_by = None if left_s is None else time.time() + left_s
         heartbeat.record(step=trainer.global_step, max_steps=trainer.max_steps, ends_by=ends_by)
-        self._hang.start()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         heartbeat.enter_phase(run_status.TRAINING)
-        self._hang.begin_step()
+        hang_watch.begin_step()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._hang.end_step()
+        hang_watch.end_step()
         heartbeat.record(step=trainer.global_step, step_time=time.time())
 
     def on_save_checkpoint(self, *_: Any) -> None:

@@ -20,7 +20,7 @@ from common.domain_losses import STANDARD_ERRORS
 from common.run_status import VALIDATING
 from common.rundir import RunDir
 from data.module import data_step
-from training import heartbeat
+from training import hang_watch, heartbeat
 from training.checkpoints import StepCheckpoint
 from training.document_losses import (
     DocumentLosses,
@@ -95,6 +95,7 @@ class DomainValidation(pl.Callback):
 
     def _validate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         heartbeat.enter_phase(VALIDATING)
+        hang_watch.end_step()  # this may take far longer than a step
         for progress in (c for c in trainer.callbacks if isinstance(c, Progress)):
             progress.write_pending_line(trainer)
         if torch.cuda.is_available():
@@ -204,6 +205,7 @@ def load_samples(data: Any, dataset: Any, batches: int) -> ValidationSamples:
     documents = documents_of_samples(dataset, min(wanted, len(dataset)))
 
     def load(index: int) -> dict[str, Any]:
+        hang_watch.note_progress()
         places = numpy.searchsorted(documents, documents_of_labels(dataset, index))
         return {**dataset[index], "documents": torch.from_numpy(places)}
 
@@ -265,6 +267,7 @@ def forward_losses(
     """
 
     def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+        hang_watch.note_progress()
         item = next(iterator)
         batch: dict[str, Any] = data_step(iter([item]))
         out = model(

@@ -220,6 +220,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         name="hang",
         patterns=(
             r"no step ended for (?P<seconds>\d+) s\n",
+            r"has given no sign of life for (?P<seconds>\d+) s\n",
             r"DataLoader timed out after (?P<seconds>\d+) seconds",
         ),
         cause="the run hung for {seconds} s",

@@ -289,6 +289,11 @@ def collective_timeout_s(environ: Mapping[str, str]) -> int:
     return int(environ.get(TIMEOUT_KEY, BASE[TIMEOUT_KEY][0]))
 
 
+def hang_limit_s(environ: Mapping[str, str]) -> float:
+    """Seconds without a sign of progress that are never too long: an error that names a lost rank must come first."""
+    return 1.5 * collective_timeout_s(environ)
+
+
 def restart_with_preloads(settings: Sequence[Setting], before: Mapping[str, str]) -> None:
     """Start this command again if a library has to be loaded before all others; does not return then.
 

@@ -14,6 +14,7 @@ from common.commands import python_path
 from launcher.executors import Job
 from launcher.executors.follow import Follower
 from launcher.executors.signals import ForwardSignals
+from launcher.rank_watch import RankWatch
 from training.distributed import rank_env
 
 log = logging.getLogger("launch")
@@ -36,7 +37,11 @@ def submit(job: Job) -> int:
     log.info("logs:      %s/rank-0.log to rank-%d.log", job.logs, job.devices - 1)
     log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
-    with Follower(job.logs / "console.log"), ForwardSignals(lambda count: _signal_ranks(job, count)):
+    with (
+        Follower(job.logs / "console.log"),
+        ForwardSignals(lambda count: _signal_ranks(job, count)),
+        RankWatch(job.logs),
+    ):
         _run_torchrun(job)
         rank_states.wait_until_ended(job.logs)
     return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job))

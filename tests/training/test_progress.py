@@ -57,7 +57,6 @@ def test_the_status_knows_when_max_time_ends_the_run(monkeypatch: pytest.MonkeyP
     recorded: dict[str, Any] = {}
     monkeypatch.setattr(heartbeat, "record", lambda **fields: recorded.update(fields))
     callback: Any = status_callback.StatusCallback()
-    monkeypatch.setattr(callback, "_hang", types.SimpleNamespace(start=lambda: None))
     trainer = types.SimpleNamespace(callbacks=[Timer(duration="00:01:00:00")], global_step=3, max_steps=9)
     callback.on_train_start(trainer, None)
     assert (recorded["step"], recorded["max_steps"]) == (3, 9)
