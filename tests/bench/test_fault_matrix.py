@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import drill, fault_matrix
+from bench import fault_matrix
 from bench.drill import Drill
 from bench.fault_matrix import NOT_DONE, RIGHT, WRONG, Case, Outcome, choose_cases, do_case, run_matrix
 
@@ -19,14 +21,16 @@ class FakeRun:
     """A run of one process, its launcher, in its eighth step."""
 
     def __init__(self, path: Path, *, finishes: bool = True) -> None:
-        self.finishes, self.output, self.launcher = finishes, [path / "output"], None
+        self.finishes, self.output = finishes, [path / "output"]
+        self.launcher: Any = None
         self.starts, self.run = 1, argparse.Namespace(attempts=[])
 
     def start(self) -> None:
-        self.launcher: Any = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        self.launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
     def exit_code(self) -> int | None:
-        return None if self.launcher is None else self.launcher.poll()
+        code: int | None = self.launcher.poll()
+        return code
 
     def last_step(self) -> int:
         return 8
@@ -41,7 +45,8 @@ class FakeRun:
         return []
 
     def torchrun(self) -> int | None:
-        return self.launcher.pid
+        pid: int = self.launcher.pid
+        return pid
 
     def processes(self) -> set[int]:
         return {self.launcher.pid} if self.exit_code() is None else set()
@@ -54,22 +59,26 @@ class FakeRun:
         return True
 
 
+def fake_run(path: Path, *, finishes: bool = True) -> Any:
+    return FakeRun(path, finishes=finishes)
+
+
 def test_a_case_says_when_every_process_had_ended(tmp_path: Path) -> None:
-    outcome = do_case(FakeRun(tmp_path), Case("torchrun", "step", "KILL"))  # type: ignore[arg-type]
+    outcome = do_case(fake_run(tmp_path), Case("torchrun", "step", "KILL"))
     assert (outcome.verdict, outcome.exit_code, outcome.left) == (RIGHT, -9, 0)
     assert outcome.ended_s is not None and outcome.gone_s is not None and outcome.ended_s <= outcome.gone_s < 60
 
 
 def test_a_process_that_does_not_exist_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_matrix, "FIND_S", 0.0)
-    outcome = do_case(FakeRun(tmp_path), Case("rank-1", "step", "KILL"))  # type: ignore[arg-type]
+    outcome = do_case(fake_run(tmp_path), Case("rank-1", "step", "KILL"))
     assert outcome.verdict == NOT_DONE
     assert outcome.cells() == ["NOT DONE: no such process in this phase"]
 
 
 def test_a_run_that_does_not_finish_is_a_failed_case(tmp_path: Path) -> None:
-    run = FakeRun(tmp_path, finishes=False)
-    outcome = do_case(run, Case("torchrun", "step", "KILL"))  # type: ignore[arg-type]
+    run = fake_run(tmp_path, finishes=False)
+    outcome = do_case(run, Case("torchrun", "step", "KILL"))
     assert outcome.verdict == WRONG and "240" in outcome.problem
     assert run.processes() == set()
 
@@ -81,7 +90,7 @@ def test_the_matrix_goes_on_and_counts(
     (tmp_path / "runs").mkdir()
     outcomes = iter([Outcome(NOT_DONE, "no such process in this phase"), *(Outcome(one, "") for one in verdicts)])
     monkeypatch.setattr(fault_matrix, "do_case", lambda run, case: next(outcomes))
-    monkeypatch.setattr(fault_matrix.subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
     options = argparse.Namespace(ranks=1, targets="writer", phases="save", signals="KILL,TERM", stop_s=0.0)
     options.recipe, options.overrides = "qwen25_500m_single", []
     assert len(choose_cases(options)) == 2
@@ -92,12 +101,12 @@ def test_the_matrix_goes_on_and_counts(
 
 def test_a_fault_that_was_not_done_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher has ended before the drill came to hit anything."""
-    run = FakeRun(tmp_path)
+    run = fake_run(tmp_path)
     run.start()
     run.launcher.kill()
     run.launcher.wait()
-    monkeypatch.setattr(drill.time, "sleep", lambda seconds: None)
-    done = Drill(run, drill.random.Random(1), ranks=1, disk=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    done = Drill(run, random.Random(1), ranks=1, disk=None)
     monkeypatch.setattr(done, "continue_until", lambda condition: None)
     done.do_one()
     assert done.tallies == {}

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -111,7 +111,7 @@ def test_the_validation_says_that_it_makes_progress(monkeypatch: pytest.MonkeyPa
     said: list[str] = []
     for name in ("end_step", "note_progress"):
         monkeypatch.setattr(hang_watch, name, functools.partial(said.append, name))
-    batch = dict.fromkeys(("tokens", "position_ids", "attention_mask", "labels"))
+    batch: Any = dict.fromkeys(("tokens", "position_ids", "attention_mask", "labels"))
 
     def schedule(forward_step_func: Any, data_iterator: Any, num_microbatches: int, **_: Any) -> list[Any]:
         for _batch in range(num_microbatches):
@@ -124,8 +124,8 @@ def test_the_validation_says_that_it_makes_progress(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(validation, "num_model_chunks", lambda: 1)
     monkeypatch.setattr(validation, "get_forward_backward_func", lambda: schedule)
     callback: Any = validation.DomainValidation(5, 3)
-    model, data = SimpleNamespace(pipeline=None), SimpleNamespace(seq_length=8)
-    callback.measure = lambda trainer: validation.forward_losses(model, [batch] * 3, data, lambda *_: None)  # type: ignore[arg-type,return-value]
+    model, data, measure = (SimpleNamespace(pipeline=None), SimpleNamespace(seq_length=8), cast(Any, None))
+    callback.measure = lambda trainer: validation.forward_losses(model, [batch] * 3, data, measure)
     trainer = SimpleNamespace(callbacks=[], global_step=5, max_steps=9, datamodule=None)
     callback.on_train_batch_end(trainer, None)
     assert said == ["end_step", *["note_progress"] * 3]
