@@ -109,11 +109,11 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def is_alive(pid: int, started: int = 0) -> bool:
+def is_alive(pid: int, started: int | None = None) -> bool:
     """Whether a process with this id exists on this machine and has not ended.
 
     Args:
-        started: its `start_time`; a process that has got the same id later is another one. 0 if it is not known.
+        started: its `start_time`; a process that has got the same id later is another one. None if unknown.
     """
     try:
         os.kill(pid, 0)
@@ -122,13 +122,16 @@ def is_alive(pid: int, started: int = 0) -> bool:
     except OSError:  # another user's process
         return True
     state = _stat(pid)  # a process that has ended stays as a zombie until its parent asks for its exit code
-    return bool(state) and state[0] != "Z" and started in (0, int(state[_START_TIME]))
+    return bool(state) and state[0] != "Z" and started in (None, int(state[_START_TIME]))
 
 
-def start_time(pid: int | None = None) -> int:
-    """When a process was started, in clock ticks since the machine was; 0 if it does not exist. Default: this one."""
+def start_time(pid: int | None = None) -> int | None:
+    """When a process of this machine started, in clock ticks since the boot; None if it has ended. Default: this one.
+
+    With it a process id is unique until the next boot.
+    """
     state = _stat(os.getpid() if pid is None else pid)
-    return int(state[_START_TIME]) if state else 0
+    return int(state[_START_TIME]) if state and state[0] != "Z" else None
 
 
 def describe_state(pid: int) -> str:
@@ -154,18 +157,6 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def start_time(pid: int) -> int | None:
-    """When a process of this machine started, in clock ticks since the boot; None if it has ended.
-
-    With it a process id is unique until the next boot.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[19]) if fields[0] != "Z" else None
 
 
 def describe_exit(code: int) -> str:

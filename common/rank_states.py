@@ -29,7 +29,7 @@ class RankState:
     Args:
         state: running (also of a rank that was killed), done, interrupted or failed.
         error: the full error text of a failed rank.
-        pid, pid_started: its process, and when that was started (clock ticks since the machine was; 0: not known).
+        pid, pid_started: its process, and when that was started (common/processes.py).
         time: Unix time of the record in seconds; of a running rank the time of its newest heartbeat
         phase, step, step_time: as in common/run_status.py; step_time is 0 before the first step.
     """
@@ -40,7 +40,7 @@ class RankState:
     error: str = ""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    pid_started: int = field(default_factory=start_time)
+    pid_started: int | None = field(default_factory=start_time)
     time: float = field(default_factory=time.time)
     phase: str = ""
     step: int = 0
@@ -65,7 +65,7 @@ def read(logs: Path) -> list[RankState]:
     """The states of all ranks that have recorded one, in the order of their ranks."""
     names = {field.name for field in fields(RankState)}
     rows = [read_json_object(path) for path in logs.glob("rank-*.json")]
-    rows = [{"pid_started": 0, **row} for row in rows if row and "rank" in row]
+    rows = [{"pid_started": None, **row} for row in rows if row and "rank" in row]
     found = [RankState(**{k: v for k, v in row.items() if k in names}) for row in rows if row]
     return sorted(found, key=lambda state: state.rank)
 

@@ -95,7 +95,7 @@ class RunStatus:
     world_size: int = 1
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    pid_started: int = field(default_factory=start_time)
+    pid_started: int | None = field(default_factory=start_time)
     started: float = field(default_factory=time.time)
     updated: float = field(default_factory=time.time)
     step: int = 0
@@ -145,7 +145,7 @@ class RunStatus:
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> RunStatus:
         """From the parsed file; keys of other versions are left out, missing ones have their defaults."""
-        known = {"pid_started": 0, **_known_fields(cls, row)}
+        known = {"pid_started": None, **_known_fields(cls, row)}
         ranks = row.get("ranks")
         known["ranks"] = tuple(
             Heartbeat(**_known_fields(Heartbeat, one))

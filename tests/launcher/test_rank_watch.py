@@ -71,6 +71,7 @@ def test_a_start_that_does_not_come_is_ended(
 
 def test_a_process_id_that_was_given_again_is_another_process() -> None:
     started = processes.start_time()
+    assert started is not None
     assert processes.is_alive(os.getpid(), started) and processes.is_alive(os.getpid())
     assert not processes.is_alive(os.getpid(), started - 1)
     assert not RankState(rank=0, pid_started=started - 1).is_alive()
