@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
+import tempfile
+import time
 from pathlib import Path
 
 _BLOCK = 4 << 20  # bytes read at a time
@@ -42,6 +45,20 @@ def write_although_full(path: Path, text: str, *, sync: bool = True) -> None:
         with path.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()
+
+
+def file_age_s(path: Path) -> float:
+    """Seconds since a file was written, by the clock of its file system, which may be another machine's.
+
+    By the clock of this machine where no file can be made beside it.
+
+    Raises:
+        OSError: there is no such file.
+    """
+    written, now = path.stat().st_mtime, time.time()
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=path.parent) as probe:
+        now = os.fstat(probe.fileno()).st_mtime
+    return max(0.0, now - written)
 
 
 def file_sha256(path: Path) -> str:

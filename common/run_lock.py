@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 
@@ -28,6 +29,7 @@ log = logging.getLogger("launch")
 # lock files of this process: closing any descriptor of one releases it; None is a lock without a descriptor
 _held: dict[Path, int | None] = {}
 _PREFIX = ".lock-"
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: kind, from where, start, length, process
 
 
 class RunInUseError(UserError):
@@ -113,16 +115,16 @@ def remove_if_unused(run: Path) -> None:
 
 
 def is_held_elsewhere(run: Path, role: str) -> bool:
-    """Whether another process has the lock."""
+    """Whether another process has the lock. Only asks: a process that takes it meanwhile is not refused."""
     path = _path(run, role)
     if path in _held or not path.exists():
         return False
-    with contextlib.suppress(OSError), path.open("r+") as stream:
-        try:
-            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            return problem.errno not in _NO_LOCKS or file_lock.is_held(_file(path))
-    return False
+    with contextlib.suppress(OSError), path.open("rb") as stream:
+        wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        found, *_ = struct.unpack(_FLOCK, fcntl.fcntl(stream, fcntl.F_GETLK, wanted))
+        if found != fcntl.F_UNLCK:
+            return True
+    return file_lock.is_held(_file(path))
 
 
 def check_free(run: Path) -> None:

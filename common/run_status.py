@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.files import write_although_full
+from common.files import file_age_s, write_although_full
 from common.json_files import read_json_object
 from common.processes import is_alive, start_time
 
@@ -24,6 +24,7 @@ STARTING, IMPORTING, LOADING = "starting", "importing", "loading data"
 TRAINING, VALIDATING, SAVING = "training", "validating", "saving"
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 ENDED = (DONE, FAILED, INTERRUPTED)
+RETRYING = "retrying"  # of a run that has failed, and whose launcher may start it again
 SILENT = "silent"  # of a run that has not ended and no longer writes its status
 HEARTBEAT_S = 5.0  # between two writes of a rank
 MOST_ERROR_TEXT = 2000  # characters
@@ -125,6 +126,8 @@ class RunStatus:
     def state(self, now: float) -> str:
         """The phase, or `silent` if nothing has been written for a minute although the run has not ended.
 
+        `now` is to be taken from `read_clock`, since the run may be on another machine.
+
         While a run is starting it may wait in a queue for days, so only the launcher's process can be looked at.
         """
         if self.phase in ENDED:
@@ -166,6 +169,18 @@ def read_status(path: Path) -> RunStatus | None:
     """The status in a file; None if there is none."""
     row = read_json_object(path)
     return RunStatus.from_row(row) if row is not None else None
+
+
+def read_clock(path: Path) -> float:
+    """The present, in unix seconds, by the clock of the machine that writes this status.json.
+
+    From the time that it has written and the age of the file; this machine's clock where there is no such file.
+    """
+    status = read_status(path)
+    try:
+        return status.updated + file_age_s(path) if status is not None else time.time()
+    except OSError:
+        return time.time()
 
 
 def _known_fields(kind: type[Any], row: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 from common import rank_states, run_status
@@ -32,9 +31,9 @@ def diagnose(
     Args:
         exit_code: of a launch that has just failed, whose ranks have all ended; None looks at the status.
         kernel: messages of the kernel; by default those of this machine, if the run was on it.
-        now: Unix time; by default the present.
+        now: Unix time; by default the present by the clock of the machine that writes the status.
     """
-    now = time.time() if now is None else now
+    now = run_status.read_clock(run.status) if now is None else now
     records = read_records(run)
     case = open_case(records, kernel, now, has_ended=exit_code is not None)
     status = records.status

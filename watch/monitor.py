@@ -12,6 +12,7 @@ from rich.table import Table
 
 from common.checkpoint_files import find_damage, has_list
 from common.errors import UserError
+from common.run_status import read_clock
 from common.rundir import RUNS, RunDir
 from watch.page import duration, page
 from watch.records import Records, list_runs, read_records
@@ -41,7 +42,7 @@ def monitor(run: RunDir, *, interval_s: float = 5.0, as_json: bool = False, once
             do="--interval 5",
         )
     console = output_console()
-    snapshot = take_snapshot(run, time.time())
+    snapshot = take_snapshot(run)
     if as_json:
         _print_json(run, snapshot, interval_s, once)
     elif once or not console.is_terminal:
@@ -60,7 +61,7 @@ def _print_json(run: RunDir, snapshot: Snapshot, interval_s: float, once: bool) 
     print(json.dumps(snapshot.to_row()), flush=True)
     while not (once or snapshot.is_over):
         time.sleep(interval_s)
-        snapshot = take_snapshot(run, time.time())
+        snapshot = take_snapshot(run)
         print(json.dumps(snapshot.to_row()), flush=True)
 
 
@@ -71,7 +72,7 @@ def _show_live(run: RunDir, snapshot: Snapshot, interval_s: float, console: Cons
                 time.sleep(interval_s)
             except KeyboardInterrupt:  # the page stays; the run goes on
                 return
-            snapshot = take_snapshot(run, time.time())
+            snapshot = take_snapshot(run)
             live.update(page(snapshot), refresh=True)
 
 
@@ -87,7 +88,7 @@ def runs_table(root: Path = RUNS) -> Table:
         why = f": {_shorten(status.ending.summary)}" if status.ending and status.ending.summary else ""
         table.add_row(
             run.name,
-            status.state(now) + why,
+            status.state(read_clock(run.status)) + why,
             f"{status.step:,}/{status.max_steps:,}",
             f"{loss:.4f}" if loss is not None else "",
             status.checkpoint,

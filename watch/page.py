@@ -21,6 +21,7 @@ _COLOURS = {
     run_status.FAILED: "red",
     run_status.SILENT: "red",
     run_status.INTERRUPTED: "yellow",
+    run_status.RETRYING: "yellow",
 }
 _BAR_WIDTH = 30
 _MOST_RANKS = 8  # shown one by one
@@ -168,7 +169,7 @@ def _checkpoint(snapshot: Snapshot) -> str:
 
 def _ending(snapshot: Snapshot) -> Iterator[str]:
     ending = snapshot.records.status.ending
-    if ending is None or not snapshot.is_over:
+    if ending is None or snapshot.records.status.phase not in run_status.ENDED:
         return
     if ending.summary:
         yield ending.summary

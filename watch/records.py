@@ -11,7 +11,7 @@ from typing import Any
 
 from common import rank_states, run_status
 from common.errors import UserError
-from common.json_files import read_json_lines
+from common.json_files import read_json_lines, read_json_object
 from common.metric_rows import Row, read_metric_rows
 from common.rank_states import RankState
 from common.run_status import RunStatus, read_status
@@ -48,6 +48,11 @@ class Records:
     validation: tuple[Row, ...]
     samples: tuple[Row, ...]
     plan: Plan | None
+
+    @property
+    def may_retry(self) -> bool:
+        """The run was started with --retries."""
+        return bool((read_json_object(self.run.spec_file) or {}).get("retries"))
 
     @property
     def logs(self) -> Path:

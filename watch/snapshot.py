@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import run_status
+from common import run_lock, run_status
 from common.domain_losses import NOT_TRAINED, change_error, name_change, read_domain_losses
 from common.json_files import read_json_list
 from common.metric_rows import Row
@@ -18,21 +18,27 @@ from watch.signs import Sign, find_signs
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the files of a run said at one time (Unix seconds)."""
+    """What the files of a run said at one time (Unix seconds).
+
+    Args:
+        is_launched: the run has failed, and its launcher has not ended: it decides whether it starts the run again.
+    """
 
     records: Records
     signs: tuple[Sign, ...]
     time: float
+    is_launched: bool = False
 
     @property
     def state(self) -> str:
-        """The phase, or `silent`."""
-        return self.records.status.state(self.time)
+        """The phase, or `silent`; `retrying` where the launcher of a failed run may start it again."""
+        may_retry = self.is_launched and self.records.may_retry
+        return run_status.RETRYING if may_retry else self.records.status.state(self.time)
 
     @property
     def is_over(self) -> bool:
         """Nothing will change any more."""
-        return self.records.status.phase in run_status.ENDED
+        return self.records.status.phase in run_status.ENDED and not self.is_launched
 
     @property
     def checkpoint_age_s(self) -> float | None:
@@ -97,7 +103,7 @@ class Snapshot:
             "telemetry": vccl_telemetry(records.run),
             "warnings": [sign.text for sign in self.signs],
         }
-        if status.ending is not None and self.is_over:
+        if status.ending is not None and status.phase in run_status.ENDED:
             row["ending"] = {name: getattr(status.ending, name) for name in ("exit_code", "cause", "summary", "advice")}
         return {name: _finite(value) for name, value in row.items()}
 
@@ -106,10 +112,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def take_snapshot(run: RunDir, now: float) -> Snapshot:
-    """Read the run's files."""
+def take_snapshot(run: RunDir, now: float | None = None) -> Snapshot:
+    """Read the run's files.
+
+    Args:
+        now: Unix time; by default the present by the clock of the machine that writes the run's status.
+    """
+    now = run_status.read_clock(run.status) if now is None else now
     records = read_records(run)
-    return Snapshot(records, tuple(find_signs(records, now)), now)
+    failed = records.status.phase == run_status.FAILED
+    is_launched = failed and run_lock.is_held_elsewhere(run.path, run_lock.LAUNCHER)
+    return Snapshot(records, tuple(find_signs(records, now)), now, is_launched)
 
 
 def vccl_telemetry(run: RunDir) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from common.loggers import parse_loggers
-from common.run_status import ENDED, SILENT, read_status
+from common.run_status import ENDED, SILENT, read_clock, read_status
 from common.rundir import RunDir
 from report.send.open_service import open_service
 from report.send.sender import Sender
@@ -19,11 +19,10 @@ def send_run(run: RunDir, services: str) -> bool:
     Raises:
         UserError: an unknown service, or one whose package is not installed.
     """
-    import time
 
     def is_over() -> bool:
         status = read_status(run.status)
-        return status is None or status.state(time.time()) in (*ENDED, SILENT)
+        return status is None or status.state(read_clock(run.status)) in (*ENDED, SILENT)
 
     senders = [(name, open_service(name)) for name in parse_loggers(services)]
     sent = []

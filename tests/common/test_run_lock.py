@@ -164,6 +164,15 @@ def test_a_file_stands_for_a_lock_that_the_file_system_does_not_have(tmp_path: P
     assert not run.exists()
 
 
+def test_asking_for_a_lock_does_not_take_it(holder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts in this moment would be refused."""
+    monkeypatch.setattr(run_lock.fcntl, "lockf", lambda *_: pytest.fail("it was taken"))
+    assert run_lock.is_held_elsewhere(tmp_path / "a", run_lock.LAUNCHER)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / ".lock-launcher").touch()
+    assert not run_lock.is_held_elsewhere(tmp_path / "b", run_lock.LAUNCHER)
+
+
 @pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize(
     ("change", "age_s", "held"),

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,18 @@ def test_broken_files_are_no_status(tmp_path: Path, text: str) -> None:
     (tmp_path / "status.json").write_text(text)
     assert read_status(tmp_path / "status.json") is None
     assert read_json_object(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(("age_s", "state"), [(5.0, run_status.TRAINING), (90.0, run_status.SILENT)])
+@pytest.mark.parametrize("ahead_s", [-3600.0, 0.0, 3600.0])
+def test_clocks_that_differ(tmp_path: Path, ahead_s: float, age_s: float, state: str) -> None:
+    """The clock of the machine that trains is an hour behind, right, or an hour ahead of this one's."""
+    path, written = tmp_path / "status.json", time.time() - age_s
+    RunStatus(phase=run_status.TRAINING, updated=written + ahead_s).write(path)
+    os.utime(path, (written, written))
+    status = read_status(path)
+    assert status is not None and status.state(run_status.read_clock(path)) == state
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_eta_and_silence() -> None:

@@ -147,6 +147,26 @@ def test_json_goes_on_until_the_run_ends(
     assert looks == [7.0, 7.0]
 
 
+def test_a_failed_run_is_watched_while_its_launcher_may_retry(
+    make_run: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(phase=run_status.FAILED, ending=Ending(summary="killed from outside"))
+    run.spec_file.write_text(json.dumps({**json.loads(run.spec_file.read_text()), "retries": 3}))
+    held, looks = [True], []
+
+    def go_on(seconds: float) -> None:
+        """The second attempt starts, fails too, and is the last one."""
+        looks.append(seconds)
+        make_run(phase=run_status.TRAINING if len(looks) == 1 else run_status.FAILED, attempt=2)
+        held[0] = len(looks) == 1
+
+    monkeypatch.setattr("watch.snapshot.run_lock.is_held_elsewhere", lambda run, role: held[0])
+    monkeypatch.setattr("watch.monitor.time.sleep", go_on)
+    monitor(run, as_json=True)
+    states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
+    assert states == ["retrying", "training", "failed"]
+
+
 def test_an_interval_of_nothing_is_refused(make_run: Make) -> None:
     with pytest.raises(UserError):
         monitor(make_run(), interval_s=0.0)
