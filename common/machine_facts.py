@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from common.errors import UserError
+
 SHM_FOLDER = Path("/dev/shm")
 SHM_MINIMUM = 64 * 2**20  # bytes: Docker's default, which NCCL outgrows
 SHM_RECOMMENDED = 2**30  # bytes: more than NCCL needs on one machine
@@ -130,6 +132,23 @@ def port_is_free(port: int) -> bool:
 def free_ports(first: int = MASTER_PORT) -> list[int]:
     """The ports from `first` on that no process of this machine listens on, of `PORTS_TRIED`."""
     return [port for port in range(first, min(first + PORTS_TRIED, 65536)) if port_is_free(port)]
+
+
+def find_free_port(tries: int = PORTS_TRIED, first: int = MASTER_PORT) -> int:
+    """The first of the ports `first` to `first + tries - 1` on which nothing listens on this machine.
+
+    Raises:
+        UserError: all of them are in use.
+    """
+    port = next(filter(port_is_free, range(first, first + tries)), None)
+    if port is None:
+        raise UserError(
+            f"no free port between {first} and {first + tries - 1}",
+            expected="a port on which rank 0 can listen",
+            found=f"{tries} ports in use (`ss -ltnp` shows by which process)",
+            do="set MASTER_PORT to a free one",
+        )
+    return port
 
 
 def resolve_host(name: str, limit_s: float = 5.0) -> tuple[str, str]:

@@ -26,13 +26,17 @@ def ignore_stop_signals(*_: object) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def not_ignored(signals: Sequence[signal.Signals] = STOP_SIGNALS) -> list[signal.Signals]:
+    """Those that this process does not ignore: under nohup SIGHUP is ignored, and stays so."""
+    return [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def interrupt_on_stop_signals() -> None:
     """Have each signal that asks to stop raise KeyboardInterrupt; one that is ignored stays so (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    for number in not_ignored():
+        signal.signal(number, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -42,8 +46,7 @@ def defer_stop_signals() -> Iterator[None]:
         yield
         return
     received: list[int] = []
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in heard}
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in not_ignored()}
     try:
         yield
     finally:

@@ -17,9 +17,9 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from common import machine_facts
+from common.quantities import GIB
 from recipes.memory import ADVISED_BYTES
 
-GIB = 2**30
 CHECKPOINTS = 21 * GIB  # three of Qwen2.5-0.5B: two that are kept and one that is being written
 # distribution: supported versions (as in pyproject.toml), and whether another version is an error
 SUPPORTED = {

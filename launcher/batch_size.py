@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common import machine_facts
+from common.quantities import GIB
 from common.rundir import RunDir
 from recipes import memory
 from recipes.overrides import Override
@@ -38,7 +39,7 @@ def gpus_of_this_machine(plan: Plan) -> Gpus | None:
     found = machine_facts.query_gpus().visible[: plan.devices]
     if plan.accelerator != "gpu" or not found:
         return None
-    return Gpus(min(gpu.total / memory.GIB for gpu in found), installed_path([gpu.name for gpu in found]))
+    return Gpus(min(gpu.total / GIB for gpu in found), installed_path([gpu.name for gpu in found]))
 
 
 def installed_path(gpu_names: Sequence[str]) -> memory.Path:

@@ -1,4 +1,7 @@
-"""What a user can ask of `train` and `resume`: each option with its default and its help text."""
+"""What a user can ask of `train` and `resume`: each option with its default and its help text.
+
+`plan` and `pilot` inherit the options that they share with `train`.
+"""
 
 from __future__ import annotations
 
@@ -18,57 +21,23 @@ if TYPE_CHECKING:  # imported where they are needed: the help shows these option
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """The options that `train` and `resume` share: where to run, and what to change."""
+class OverridesRequest:
+    """What every command takes that reads a recipe: its numbers can be changed."""
 
     overrides: list[str] | None = option(
         "Numbers of the recipe to change (trainer.max_steps=200).", metavar="[PATH=VALUE]...", default=None
     )
-    executor: str | None = option(
-        "direct, local, mpirun, docker, slurm, k8s; default: direct or local.", metavar="WHERE", default=None
-    )
-    cluster: str | None = option(
-        "Cluster file for slurm, k8s, docker (docs/clusters/slurm.yaml).", metavar="FILE", default=None
-    )
-    env: str | None = option(
-        "Environment sets instead of the recipe's (dual+prod), or added (+prod).", metavar="SETS", default=None
-    )
-    devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
-    nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
-    retries: int | None = option(
-        "Start a failed run again so often, from its newest checkpoint.", metavar="N", default=None
-    )
-    retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
-    change_blend: bool = option("On a resume: go on with another blend, replay share or budget.", default=False)
-    dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
-
-    def __post_init__(self) -> None:
-        for name, value in (("--retries", self.retries), ("--retry-wait", self.retry_wait)):
-            if value is not None and not 0 <= value < float("inf"):
-                raise UserError(f"{name} {value}", expected="0 or more", found=str(value), do=f"{name} 3")
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The overrides, with --devices and --nodes as overrides in front of them."""
-        flags = (("trainer.devices", self.devices), ("trainer.num_nodes", self.nodes))
-        return (*(f"{path}={number}" for path, number in flags if number is not None), *(self.overrides or ()))
+        """The overrides as they were typed."""
+        return tuple(self.overrides or ())
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainRequest(RunRequest):
-    """The options of `train`."""
+class NumbersRequest(OverridesRequest):
+    """The options of `train`, `plan` and `pilot` that stand for numbers of the recipe."""
 
-    recipe: str | None = option(
-        "From `recipes`, or FILE.py:function (--recipe qwen25_tiny).", metavar="NAME", default=None
-    )
-    config: Path | None = option("A run described in YAML; what is given beside it wins.", metavar="FILE", default=None)
-    name: str | None = option(
-        "Run directory runs/RUN; default: the recipe's name, numbered.", metavar="RUN", default=None
-    )
-    resume: bool = option("Continue from the newest complete checkpoint of the run.", default=False)
-    write: bool = option("With --dryrun: keep runs/RUN, to start it by other means.", default=False)
-    runs: str | None = option("Folder of the run directories; default: runs.", metavar="DIR", default=None)
-    no_gates: bool = option("Leave the truth gates out (docs/truth.md); the passport says so.", default=False)
     profile: str | None = option(
         "Learning rate: gentle, strong, polish or wsd; default: the recipe's.", metavar="NAME", default=None
     )
@@ -83,6 +52,75 @@ class TrainRequest(RunRequest):
         "conservative, balanced or aggressive; default: the recipe's.", metavar="SHARE", default=None
     )
 
+    def with_length(self, spec: RunSpec) -> RunSpec | Resolved:
+        """The spec with the length and the global batch that were asked for.
+
+        Raises:
+            UserError: a number cannot be read, or the corpora that `--epochs` counts are not there.
+        """
+        from launcher.run_length import with_length
+
+        return with_length(spec, self.tokens, self.epochs, self.tokens_per_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksRequest(OverridesRequest):
+    """The options of `train`, `resume` and `plan` that say where, and on how many ranks."""
+
+    executor: str | None = option(
+        "direct, local, mpirun, docker, slurm, k8s; default: direct or local.", metavar="WHERE", default=None
+    )
+    cluster: str | None = option(
+        "For slurm, k8s, docker; default: none (docs/clusters/slurm.yaml).", metavar="FILE", default=None
+    )
+    devices: int | None = option("Ranks per node; default: the recipe's (--devices 2).", metavar="N", default=None)
+    nodes: int | None = option("Nodes; default: the recipe's (--nodes 2).", metavar="N", default=None)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The overrides, with --devices and --nodes as overrides in front of them."""
+        flags = (("trainer.devices", self.devices), ("trainer.num_nodes", self.nodes))
+        return (*(f"{path}={number}" for path, number in flags if number is not None), *(self.overrides or ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest(RanksRequest):
+    """The options that `train` and `resume` share."""
+
+    env: str | None = option(
+        "Environment sets instead of the recipe's (dual+prod), or added (+prod).", metavar="SETS", default=None
+    )
+    retries: int | None = option(
+        "How often a failed run is started again; default: 0 (--retries 3).", metavar="N", default=None
+    )
+    retry_wait: float | None = option("Seconds before each retry; default: 10.", metavar="S", default=None)
+    change_blend: bool = option("On a resume: go on with another blend, replay share or budget.", default=False)
+    dryrun: bool = option("Check, and print the configuration as YAML; train nothing.", default=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("--retries", self.retries), ("--retry-wait", self.retry_wait)):
+            if value is not None and not 0 <= value < float("inf"):
+                raise UserError(f"{name} {value}", expected="0 or more", found=str(value), do=f"{name} 3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRequest(RunRequest, NumbersRequest):
+    """The options of `train`."""
+
+    recipe: str | None = option(
+        "From `recipes`, or FILE.py:function (--recipe qwen25_tiny).", metavar="NAME", default=None
+    )
+    config: Path | None = option(
+        "A run in YAML (--config mine.yaml); what is given beside it wins.", metavar="FILE", default=None
+    )
+    name: str | None = option(
+        "Run directory runs/RUN; default: the recipe's name, numbered.", metavar="RUN", default=None
+    )
+    resume: bool = option("Continue from the newest complete checkpoint of the run.", default=False)
+    write: bool = option("With --dryrun: keep runs/RUN, to start it by other means.", default=False)
+    runs: str | None = option("Folder of the run directories; default: runs.", metavar="DIR", default=None)
+    no_gates: bool = option("Leave the truth gates out (docs/truth.md); the passport says so.", default=False)
+
     def spec(self) -> RunSpec | Resolved:
         """What is to be run: the file of --config, and what is given beside it, which wins.
 
@@ -91,7 +129,6 @@ class TrainRequest(RunRequest):
         """
         from common.spec import RunSpec
         from launcher import run_file
-        from launcher.run_length import with_length
 
         names = ["recipe", "name", "runs", "executor", "cluster", "env", "profile", "memory_profile"]
         names += ["retries", "retry_wait"]
@@ -100,7 +137,7 @@ class TrainRequest(RunRequest):
         given["gates"] = False if self.no_gates else None
         described = run_file.load(self.config) if self.config is not None else RunSpec(recipe="")
         spec = run_file.merge(described, given, self.words)
-        return with_length(spec, self.tokens, self.epochs, self.tokens_per_step)
+        return self.with_length(spec)
 
 
 @dataclass(frozen=True, kw_only=True)

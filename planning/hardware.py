@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from common import machine_facts
+from common.quantities import GIB
 from launcher import batch_size
 from planning.figures import Card, find_card, recognise_card
 from recipes import memory
-from recipes.memory import ASSUMED_GPU_GIB, GIB
+from recipes.memory import ASSUMED_GPU_GIB
 from recipes.plan import Plan
 
 if TYPE_CHECKING:

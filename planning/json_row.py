@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from common.quantities import GIB
 from launcher.preflight import check as preflight
 from planning.plan import RunPlan
-from recipes import memory
 
 
 def to_row(found: RunPlan) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def to_row(found: RunPlan) -> dict[str, Any]:
         "gpu": dataclasses.asdict(found.hardware.card) if found.hardware.card else None,
         "hardware": found.hardware.source,
         "memory_gib": None if peak is None else {
-            **{part.name: getattr(peak, part.name) / memory.GIB for part in dataclasses.fields(peak)},
+            **{part.name: getattr(peak, part.name) / GIB for part in dataclasses.fields(peak)},
             "reserved": peak.reserved_gib,
             "total": found.peak_gib,
             "measured": found.measured_memory_gib,

@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator
 
+from common.quantities import GIB, format_duration
 from launcher.preflight.check import checkpoint_disk_bytes
 from planning.plan import RunPlan
 from recipes import memory
@@ -82,7 +83,7 @@ def _memory(found: RunPlan) -> Iterator[str]:
     yield ""
     card, peak = found.hardware.card, found.peak
     if card is None or peak is None:
-        state = memory.cpu_state_bytes(found.plan) / memory.GIB
+        state = memory.cpu_state_bytes(found.plan) / GIB
         text = f"{_gib(state)} of weights, gradients and optimizer per rank, beside the libraries and activations"
         yield from name_and_text("memory", text + "; on a CPU nothing more is estimated")
         if found.measured_memory_gib is not None:
@@ -99,7 +100,7 @@ def _memory(found: RunPlan) -> Iterator[str]:
         source += f" {peak.gpu_gib:.1f} GiB, by part"
     yield from name_and_text("memory", f"{total} ({source})")
     for part in dataclasses.fields(peak):
-        yield f"  {part.name:<{_NAME - 2}}{getattr(peak, part.name) / memory.GIB:8.2f} GiB"
+        yield f"  {part.name:<{_NAME - 2}}{getattr(peak, part.name) / GIB:8.2f} GiB"
     reserve = peak.reserved_gib - peak.allocated_gib
     yield f"  {'allocator':<{_NAME - 2}}{reserve:8.2f} GiB"
     yield f"  {'outside':<{_NAME - 2}}{memory.OUTSIDE_GIB:8.2f} GiB  CUDA context, cuBLAS, NCCL"
@@ -189,15 +190,8 @@ def _gib(value: float) -> str:
 
 
 def _size(count: float) -> str:
-    return _gib(count / memory.GIB)
+    return _gib(count / GIB)
 
 
 def _duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds:.1f} s"
-    for unit, name, small, small_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= unit:
-            return f"{whole // unit} {name} {whole % unit // small:02d} {small_name}"
-    return f"{whole} s"
+    return format_duration(seconds) if seconds >= 1 else f"{seconds:.1f} s"

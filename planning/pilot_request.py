@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from common.options import option
+from launcher.requests import NumbersRequest
 
 if TYPE_CHECKING:
     from common.spec import RunSpec
@@ -15,13 +16,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PilotRequest:
+class PilotRequest(NumbersRequest):
     """The options of `pilot`."""
 
     recipe: str = option("A name from `recipes`, or FILE.py:function.", metavar="RECIPE")
-    overrides: list[str] | None = option(
-        "Numbers of the recipe to change (trainer.max_steps=200).", metavar="[PATH=VALUE]...", default=None
-    )
     budget: str = option("All trainings together, as a share of the run's steps.", metavar="PERCENT", default="10%")
     name: str | None = option("Folder pilots/NAME; default: the recipe's name.", metavar="NAME", default=None)
     rates: str | None = option(
@@ -37,11 +35,6 @@ class PilotRequest:
         metavar="NATS",
         default=None,
     )
-    profile: str | None = option("As for `train`.", metavar="NAME", default=None)
-    tokens: str | None = option("As for `train`: length of the run that is planned.", metavar="N", default=None)
-    epochs: float | None = option("As for `train`.", metavar="N", default=None)
-    tokens_per_step: str | None = option("As for `train`.", metavar="N", default=None)
-    memory_profile: str | None = option("As for `train`.", metavar="SHARE", default=None)
     json: bool = option("One JSON object on standard output.", default=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +98,11 @@ class PilotRequest:
             UserError: a length cannot be read.
         """
         from common.spec import RunSpec
-        from launcher.run_length import with_length
 
         spec = RunSpec(
             recipe=self.recipe,
             profile=self.profile,
             memory_profile=self.memory_profile,
-            overrides=tuple(self.overrides or ()),
+            overrides=self.words,
         )
-        return with_length(spec, self.tokens, self.epochs, self.tokens_per_step)
+        return self.with_length(spec)

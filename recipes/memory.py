@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.errors import UserError, unknown_name
+from common.quantities import GIB
 from recipes.plan import Plan
 
-GIB = 2**30
 # activations that a layer keeps for the backward pass: bf16 numbers per token, as multiples of the hidden size
 HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs, which tensor parallelism alone does not split
 HIDDEN_SPLIT = 2.0  # queries and attention's output; keys and values are added by the number of their groups

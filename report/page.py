@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.domain_losses import STANDARD_ERRORS, format_change
+from common.quantities import format_duration
 from report import theme
 from report.analysis import (
     DomainChange,
@@ -142,14 +143,8 @@ def short(value: float | None, unit: str = "") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """2 h 05 min, 3 min 10 s, 12 s."""
-    if seconds is None:
-        return NONE
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    """In its two largest units, as 2 h 05 min."""
+    return NONE if seconds is None else format_duration(seconds)
 
 
 def bar_width(change: DomainChange, largest: float) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from common.processes import STOP_SIGNALS
+from common.processes import not_ignored
 from training import sigterm
 from training.async_read import AsyncRead
 from training.global_totals import sum_over_ranks
@@ -60,8 +60,7 @@ class StopOnInterrupt(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._main_process = os.getpid()
-        heard = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in heard}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in not_ignored()}
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not self.stop_requested and sigterm.is_pending():

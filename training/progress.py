@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import psutil
 import torch
 
+from common.quantities import format_duration
 from common.rundir import RunDir
 from data.module import TRAINING_TOKENS
 from training import heartbeat
@@ -163,7 +164,7 @@ class Progress(pl.Callback):
     def _log(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         """Log a line that fits 100 columns with the date and the level before it."""
         speed = f"{short_count(row['tokens_per_second'])} tokens/s"
-        eta = short_duration((trainer.max_steps - row["step"]) * row["step_seconds"])
+        eta = format_duration((trainer.max_steps - row["step"]) * row["step_seconds"], compact=True)
         counter = f"step {row['step']}/{trainer.max_steps}"
         log.info("%s | loss %.4f | lr %.2e | %s | ETA %s", counter, row["loss"], row["lr"], speed, eta)
         if self._bar:
@@ -204,13 +205,3 @@ def short_count(count: float) -> str:
     if count < 100_000:
         return f"{count:,.0f}"
     return f"{count / 1e3:.1f}k" if count < 999_950 else f"{count / 1e6:.2f}M"
-
-
-def short_duration(seconds: float) -> str:
-    """A duration in its two largest units: 42s, 12m05s, 3h12m or 2d03h."""
-    minutes, hours, days = int(seconds // 60), int(seconds // 3600), int(seconds // 86400)
-    if days:
-        return f"{days}d{hours % 24:02d}h"
-    if hours:
-        return f"{hours}h{minutes % 60:02d}m"
-    return f"{minutes}m{int(seconds % 60):02d}s" if minutes else f"{int(seconds)}s"

@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 
 from common import machine_facts, rank_states
+from common.quantities import GIB
 from common.rundir import RunDir
 
 log = logging.getLogger("launch")
 INTERVAL_S = 10.0
-_GIB = 2**30
 # bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h); 1 (idle) and 2 (application clocks) are no reason to worry
 THROTTLE_REASONS = {
     0x4: "power cap",
@@ -190,7 +190,7 @@ def oom_kills() -> int:
 
 
 def _gib(count: float) -> float:
-    return round(count / _GIB, 3)
+    return round(count / GIB, 3)
 
 
 def _text(value: str | bytes) -> str:

@@ -12,9 +12,10 @@ from rich.table import Table
 
 from common.checkpoint_files import find_damage, has_list
 from common.errors import UserError
+from common.quantities import format_duration
 from common.run_status import read_clock
 from common.rundir import RUNS, RunDir
-from watch.page import duration, page
+from watch.page import page
 from watch.records import Records, list_runs, read_records
 from watch.snapshot import Snapshot, take_snapshot
 
@@ -92,7 +93,7 @@ def runs_table(root: Path = RUNS) -> Table:
             f"{status.step:,}/{status.max_steps:,}",
             f"{loss:.4f}" if loss is not None else "",
             status.checkpoint,
-            f"{duration(now - status.updated)} ago" if status.updated else "",
+            f"{format_duration(now - status.updated)} ago" if status.updated else "",
         )
     return table
 
@@ -130,7 +131,7 @@ def checkpoints_table(run: RunDir, *, verify: bool = False) -> tuple[Table, bool
             "yes" if folder in whole else "no",
             f"{loss:.4f}" if loss is not None else "",
             f"{sum(file.st_size for file in files) / 2**30:.2f}",
-            duration(now - max((file.st_mtime for file in files), default=now)),
+            format_duration(now - max((file.st_mtime for file in files), default=now)),
             *([_state_of_files(folder, damage)] if verify else []),
         )
     return table, not any(damage.values())

@@ -12,6 +12,7 @@ from rich.text import Text
 from common import run_status
 from common.domain_losses import NOT_TRAINED, format_change
 from common.metric_rows import Row
+from common.quantities import format_duration
 from common.run_status import Heartbeat
 from watch.snapshot import Snapshot
 
@@ -58,7 +59,7 @@ def _progress(snapshot: Snapshot) -> Text:
     full = int(share * _BAR_WIDTH)
     text = f"step {status.step:,} of {status.max_steps:,}"
     if status.eta_seconds is not None:
-        text += f", {duration(status.eta_seconds)} to go"
+        text += f", {format_duration(status.eta_seconds)} to go"
     return Text.assemble(" " * 12, ("█" * full, "green"), ("░" * (_BAR_WIDTH - full), "dim"), f"{share:5.0%}  {text}")
 
 
@@ -152,7 +153,7 @@ def _ranks(snapshot: Snapshot) -> Iterator[str]:
     yield f"{len(beats)} of {snapshot.records.status.world_size}, {steps}"
     behind = [beat for beat in beats if beat.step < high - 1 or _is_silent(beat, snapshot)]
     for beat in behind[:_MOST_RANKS]:
-        seen = "" if snapshot.is_over else f", last sign of life {duration(snapshot.time - beat.time)} ago"
+        seen = "" if snapshot.is_over else f", last sign of life {format_duration(snapshot.time - beat.time)} ago"
         yield f"rank {beat.rank} on {beat.host}: {beat.phase}, step {beat.step:,}{seen}"
 
 
@@ -164,7 +165,7 @@ def _checkpoint(snapshot: Snapshot) -> str:
     status, age = snapshot.records.status, snapshot.checkpoint_age_s
     if not status.checkpoint:
         return "none yet"
-    return status.checkpoint + (f", {duration(age)} old" if age is not None else "")
+    return status.checkpoint + (f", {format_duration(age)} old" if age is not None else "")
 
 
 def _ending(snapshot: Snapshot) -> Iterator[str]:
@@ -175,15 +176,3 @@ def _ending(snapshot: Snapshot) -> Iterator[str]:
         yield ending.summary
     if ending.advice:
         yield f"do this: {ending.advice}"
-
-
-def duration(seconds: float) -> str:
-    """A duration in its two largest units: 42 s, 12 min 05 s, 3 h 12 min, 2 d 3 h."""
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from common import run_status
 from common.machine_facts import SHM_MINIMUM
 from common.metric_rows import Row
+from common.quantities import GIB
 from watch.records import Records
 
 SPIKE_NATS = 0.5  # and SPIKE_DEVIATIONS typical deviations above the rows before it
@@ -28,7 +29,6 @@ BUSY_PERCENT = 50  # utilisation above which a GPU's clock says something
 RECENT = 6  # samples: one minute
 MEMORY_FULL = 0.95
 THERMAL = ("software thermal slowdown", "hardware thermal slowdown", "hardware slowdown", "power brake")
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _host(records: Records) -> Iterator[Sign]:
             text = f"{host}: {free:.1f} GiB of disk are free, and the next checkpoint needs {need:.1f} GiB"
             yield Sign("disk_space", text, f"make room under {records.run.path}", "system.jsonl")
         shared = newest.get("shared_memory_free_gib")
-        if shared is not None and shared * _GIB < SHM_MINIMUM and newest.get("gpus"):
+        if shared is not None and shared * GIB < SHM_MINIMUM and newest.get("gpus"):
             text = f"{host}: {shared * 1024:.0f} MiB of /dev/shm are free"
             yield Sign("shared_memory", text, "docker run --ipc=host, or --shm-size=8g", "system.jsonl")
 
@@ -205,7 +205,7 @@ def _host(records: Records) -> Iterator[Sign]:
 def _checkpoint_gib(records: Records) -> float | None:
     if records.plan is None or records.status.phase in run_status.ENDED:
         return None
-    return records.plan.checkpoint_bytes / _GIB
+    return records.plan.checkpoint_bytes / GIB
 
 
 def _checkpoints(records: Records) -> Iterator[Sign]:

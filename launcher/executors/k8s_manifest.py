@@ -7,12 +7,13 @@ import re
 from typing import Any
 
 from common.errors import EXIT_NO_RETRY, EXIT_PREFLIGHT, EXIT_USER
+from common.machine_facts import MASTER_PORT
 from launcher.cluster_file import Cluster, K8s
 from launcher.executors import Job
 from launcher.executors.on_cluster import rank_environment, torchrun_command
 
 log = logging.getLogger("launch")
-PORT = 29500  # each pod has an address of its own, where no other run can use the port
+PORT = MASTER_PORT  # each pod has an address of its own, where no other run can use the port
 # other pods of this Job may be reading the same folder of the claim: each file is copied aside and then renamed
 _COPY = 'mkdir -p "$1" && for f in /written/*.*; do n=${f##*/}; cp -L "$f" "$1/.$n.$HOSTNAME" && mv "$1/.$n.$HOSTNAME" "$1/$n" || exit 1; done'  # noqa: E501
 _RANKS = "ranks"  # the container

@@ -19,6 +19,7 @@ from common import processes, rank_states
 from common.commands import python_path
 from common.errors import PreflightError, UserError
 from common.files import write_atomic
+from common.machine_facts import find_free_port
 from launcher.cluster_file import Mpirun
 from launcher.executors import Job
 from launcher.executors.follow import Follower
@@ -104,7 +105,7 @@ def _prepare_environment(job: Job, hosts: list[str]) -> list[str]:
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     rank_env.clear_rank_variables(os.environ)  # the ranks do not belong to a Slurm job or torchrun around this command
     os.environ["MASTER_ADDR"] = address or (hosts[0] if hosts else "127.0.0.1")
-    os.environ["MASTER_PORT"] = port or str(rank_env.find_free_port())
+    os.environ["MASTER_PORT"] = port or str(find_free_port())
     os.environ["PYTHONPATH"] = python_path()
     processes.name_launcher()
     threads = max(1, (os.cpu_count() or 1) // job.devices)

@@ -7,6 +7,10 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+from common.processes import not_ignored
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class ForwardSignals:
     """Inside this block these signals go to the ranks, and the launcher continues until the ranks have ended.
@@ -22,7 +26,7 @@ class ForwardSignals:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._forward) for number in _heard()}
+            self._before = {number: signal.signal(number, self._forward) for number in not_ignored(_FORWARDED)}
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -32,9 +36,3 @@ class ForwardSignals:
         if self._count == 0 or number == signal.SIGINT:
             self._count += 1
             self._send(self._count)
-
-
-def _heard() -> list[signal.Signals]:
-    """SIGHUP stays ignored where it is: under nohup."""
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    return [number for number in asked if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from common.quantities import GIB
 from common.rundir import RunDir
 from launcher.preflight.findings import Finding, error, warning
 from recipes import memory
@@ -85,8 +86,8 @@ def _check_host(plan: Plan) -> Iterator[Finding]:
     """On a CPU only the part that is certain is compared: fp32 weights, gradients and Adam's moments of each rank."""
     import psutil
 
-    need = plan.devices * memory.cpu_state_bytes(plan) / memory.GIB
-    total = psutil.virtual_memory().total / memory.GIB
+    need = plan.devices * memory.cpu_state_bytes(plan) / GIB
+    total = psutil.virtual_memory().total / GIB
     if need > total:
         yield error(
             "the run does not fit into the memory of this machine",

@@ -13,12 +13,12 @@ import pytest
 from common import rank_states
 from common.environment.merge import Setting
 from common.errors import UserError
+from common.machine_facts import find_free_port
 from common.rundir import RunDir
 from common.spec import RunSpec
 from doctor.nodes import check_options, guess_executor
 from launcher.cluster_file import Cluster
 from tests.fork_server import python_path
-from training.distributed.rank_env import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.nemo
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.4, "0s"), (59.9, "59s"), (60, "1m00s"), (725, "12m05s"), (3600, "1h00m"), (11535, "3h12m"), (183600, "2d03h")],
-)
-def test_short_duration(seconds: float, text: str) -> None:
-    assert progress.short_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
     ("count", "text"), [(0, "0"), (8123.4, "8,123"), (99_999, "99,999"), (269_123, "269.1k"), (1_234_567, "1.23M")]
 )
 def test_short_count(count: float, text: str) -> None:

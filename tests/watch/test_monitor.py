@@ -24,7 +24,7 @@ from common.run_status import Ending
 from common.rundir import RunDir
 from tests.watch.conftest import START, write_rows
 from watch.monitor import checkpoints_table, monitor, runs_table
-from watch.page import duration, page, sparkline
+from watch.page import page, sparkline
 from watch.records import list_runs, newest_run, read_records
 from watch.snapshot import take_snapshot
 
@@ -245,13 +245,6 @@ def test_checkpoints_of_a_run(make_run: Make) -> None:
 def test_sparkline(values: list[float], bars: str) -> None:
     assert sparkline(values) == bars
     assert len(sparkline([float(n) for n in range(1000)])) <= 40
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "5 s"), (65, "1 min 05 s"), (7300, "2 h 1 min"), (90000, "1 d 1 h"), (-3, "0 s")]
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_the_commands_need_no_torch_and_are_quick(running: RunDir) -> None:

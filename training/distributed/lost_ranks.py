@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from common.environment.merge import collective_timeout_s
 from common.environment.sets import TIMEOUT_KEY
 from common.errors import EXIT_RUN, ProjectError
+from common.machine_facts import MASTER_PORT
 
 log = logging.getLogger("launch")
 
@@ -109,7 +110,7 @@ class LivenessServer:
 def _own_address() -> str:
     """This machine's address towards the other ranks: the one from which MASTER_ADDR is reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))))
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", MASTER_PORT))))
         return str(probe.getsockname()[0])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
@@ -128,27 +127,6 @@ def clear_rank_variables(environ: MutableMapping[str, str]) -> list[str]:
         environ.pop("MASTER_ADDR", None)
         environ.pop("MASTER_PORT", None)
     return sorted({key if key in _TORCHRUN else key.split("_")[0] + "_*" for key in removed})
-
-
-def find_free_port(tries: int = 10, first: int = 29500) -> int:
-    """The first of the ports `first` to `first + tries - 1` on which nothing listens on this machine.
-
-    Raises:
-        UserError: all of them are in use.
-    """
-    for port in range(first, first + tries):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise UserError(
-        f"no free port between {first} and {first + tries - 1}",
-        expected="a port on which rank 0 can listen",
-        found=f"{tries} ports in use (`ss -ltnp` shows by which process)",
-        do="set MASTER_PORT to a free one",
-    )
 
 
 def _remove_rank_variables(environ: MutableMapping[str, str]) -> list[str]:

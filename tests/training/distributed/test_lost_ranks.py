@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from common.machine_facts import find_free_port
 from tests.fork_server import python_path
-from training.distributed.rank_env import find_free_port
 
 pytestmark = pytest.mark.nemo
 

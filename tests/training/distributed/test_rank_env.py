@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from common.errors import UserError
-from training.distributed.rank_env import clear_rank_variables, find_free_port, read_rank, set_torchrun_variables
+from training.distributed.rank_env import clear_rank_variables, read_rank, set_torchrun_variables
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -96,16 +94,6 @@ def test_clear_removes_every_launchers_variables() -> None:
     assert environ == {"PATH": "/bin"}
     own = {"MASTER_ADDR": "127.0.0.1"}  # docs/trouble.md: what helps where the host's name does not resolve
     assert clear_rank_variables(own) == [] and own == {"MASTER_ADDR": "127.0.0.1"}
-
-
-def test_find_free_port_tries_several() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert find_free_port(tries=10, first=port) > port
-        with pytest.raises(UserError, match="no free port"):
-            find_free_port(tries=1, first=port)
 
 
 def test_settings_of_an_mpi_library_stay() -> None:
