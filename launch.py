@@ -179,7 +179,10 @@ def adopt(
 
 
 @data.command()
-def inspect(folder: Path, samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3) -> None:
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A prepared corpus (corpora/mine).")],
+    samples: Annotated[int, typer.Option(help="Samples to decode.")] = 3,
+) -> None:
     """Show counts, lengths and decoded samples of a corpus."""
     from data.inspect import inspect_corpus
 
@@ -197,8 +200,8 @@ def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path
 
 @convert.command(name="import")
 def import_(
-    source: str,
-    output: Path,
+    source: Annotated[str, typer.Argument(help="The model: a folder, or a name on the hub (Qwen/Qwen2.5-0.5B).")],
+    output: Annotated[Path, typer.Argument(help="Folder to write (models/qwen25-nemo).")],
     trust_pickle: Annotated[
         bool, typer.Option("--trust-pickle", help="Read pytorch_model.bin if there are no safetensors.")
     ] = False,
@@ -248,7 +251,9 @@ def gguf(
 
 @convert.command()
 def verify(
-    left: str, right: str, tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128
+    left: Annotated[str, typer.Argument(help="A run, a checkpoint, a Hugging Face folder or a name on the hub.")],
+    right: Annotated[str, typer.Argument(help="What to compare it with: one of the same.")],
+    tokens: Annotated[int, typer.Option(help="Tokens to compare logits on.")] = 128,
 ) -> None:
     """Compare two models, parameters and logits; exit code 1 if they differ."""
     from common.hub import check_model_name
@@ -483,7 +488,7 @@ def env_(
 @app.command(rich_help_panel=AFTERWARDS)
 def generate(
     model: Annotated[Path, typer.Argument(help="An exported Hugging Face folder.")],
-    prompt: str,
+    prompt: Annotated[str, typer.Argument(help='The text to continue ("Once upon a time").')],
     tokens: Annotated[int, typer.Option(help="Tokens to add.")] = 40,
 ) -> None:
     """Continue a prompt with an exported model, in plain transformers."""

@@ -11,6 +11,7 @@ EXAMPLES = """\
   python launch.py --recipe qwen25_500m_cpt --name mine trainer.max_steps=500
   python launch.py resume mine [PATH=VALUE]...                 # continue it; changes are shown
 """
+RARE = ("--retry-wait", "--change-blend")  # options that `train -h` and `resume -h` show, and the first page does not
 PANELS = ("Before training", "While it runs", "Afterwards", "This machine")
 
 
@@ -48,6 +49,7 @@ class GroupedHelp(typer.core.TyperGroup):
         formatter.write(f"{self.help}\n\nTrain:\n{EXAMPLES}")
         train = self.commands["train"]
         options = [row for parameter in train.params if (row := parameter.get_help_record(ctx))]
+        options = [(name, text) for name, text in options if name.split()[0] not in RARE]
         formatter.indent()
         formatter.write_dl([(name.removesuffix(" <list[str]>"), text.split("  [")[0]) for name, text in options])
         formatter.dedent()

@@ -1,13 +1,14 @@
-"""Naming a run on the command line: NAME or runs/NAME, and what an unknown name is answered with."""
+"""Naming a run on the command line: NAME or runs/NAME, what an unknown name is answered with, and new names."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from common.errors import UserError
-from common.rundir import RunDir, check_run_name, choose, find_checkpoint, find_run
+from common.rundir import RunDir, check_resumable, check_run_name, choose, find_checkpoint, find_run
 from common.spec import RunSpec
 
 
@@ -92,3 +93,31 @@ def test_one_rule_for_the_names_of_runs(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError):
         choose(RunSpec(recipe="tiny", name=name or " "), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_names(tmp_path: Path) -> None:
+    spec = RunSpec(recipe="tiny")
+    assert choose(spec, tmp_path).name == "tiny"
+    (tmp_path / "tiny" / "logs" / "attempt-1").mkdir(parents=True)
+    assert choose(spec, tmp_path).name == "tiny-2"
+    with pytest.raises(UserError, match="holds a run already"):
+        choose(dataclasses.replace(spec, name="tiny"), tmp_path)
+    for bad in ("a/b", "..", " ", "/abs"):
+        with pytest.raises(UserError, match="cannot name a run"):
+            choose(dataclasses.replace(spec, name=bad), tmp_path)
+
+
+def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    spec = RunSpec(recipe="tiny", resume=True)
+    with pytest.raises(UserError, match="nothing to resume"):
+        choose(spec, tmp_path)
+    run = RunDir("tiny", tmp_path)
+    (run.logs / "attempt-1").mkdir(parents=True)
+    _write_checkpoint(run, 90, complete=False)
+    with pytest.raises(UserError, match="nothing to resume"):
+        check_resumable(choose(spec, tmp_path))
+    _write_checkpoint(run, 9)
+    _write_checkpoint(run, 80)
+    chosen = choose(spec, tmp_path)
+    check_resumable(chosen)
+    assert chosen.complete_checkpoints()[-1].name == "step-80"

@@ -1,20 +1,14 @@
-"""Plans, registry, overrides as far as they are known without NeMo, environment sets, run names."""
+"""Plans, registry, overrides as far as they are known without NeMo, the length of a run."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from common import rundir
-from common.environment.merge import apply_environment
-from common.environment.sets import SETS
 from common.errors import UserError
-from common.quantities import format_bytes, parse_count
+from common.quantities import parse_count
 from common.spec import RunSpec
 from data.manifest import load_manifest
 from launcher.run_length import with_length
@@ -22,52 +16,12 @@ from recipes import overrides, registry
 from recipes.qwen25 import QWEN25_500M, REDUCED
 from recipes.resolve import resolve
 
-ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "nemo", "nemo_run", "transformers", "lightning", "megatron", "numpy")
-
 
 def test_parameter_counts() -> None:
     assert QWEN25_500M.num_parameters == 494_032_768  # the HF model card's model
     assert REDUCED.num_parameters == 306_543_360
     untied = dataclasses.replace(QWEN25_500M, tied=False)
     assert untied.num_parameters - QWEN25_500M.num_parameters == 151_936 * 896
-
-
-def test_light_commands_import_nothing_heavy() -> None:
-    code = (
-        "import sys, launch\n"
-        "for argv in (['--help'], ['recipes'], ['train', '--help'], ['data', '--help']):\n"
-        "    code = launch._run(argv)\n"
-        f"    heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
-        "    if code or heavy:\n"
-        "        sys.exit(f'{argv}: exit code {code}, imported {heavy}')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "qwen25_tiny" in done.stdout
-
-
-def test_help_fits_one_screen_and_shows_how_to_train() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "launch.py"), "-h"], capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) <= 60 and max(map(len, lines)) <= 100
-    for shown in (
-        "--recipe NAME",
-        "docker, slurm, k8s",
-        "Before training:",
-        "data prepare",
-        "convert export",
-        "doctor",
-    ):
-        assert shown in done.stdout
-
-
-def test_shell_completion_knows_the_commands() -> None:
-    asked = {"COMP_WORDS": "launch.py rep", "COMP_CWORD": "1", "_LAUNCH.PY_COMPLETE": "complete_bash"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch.py")], env={**os.environ, **asked}, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["report"], done.stderr
 
 
 def test_unknown_recipe_names_the_nearest() -> None:
@@ -133,70 +87,6 @@ def test_unreadable_overrides(word: str) -> None:
         resolve(RunSpec(recipe="qwen25_tiny", overrides=(word,)))
 
 
-def test_the_users_environment_wins_and_is_named() -> None:
-    environ = {"NCCL_NVLS_ENABLE": "1"}
-    settings = {s.key: s for s in apply_environment("official", environ)}
-    assert environ["NCCL_NVLS_ENABLE"] == "1"
-    assert settings["NCCL_NVLS_ENABLE"].source == "user"
-    assert settings["CUDA_VISIBLE_DEVICES"].source == "official"
-    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
-
-
-def test_the_official_set_is_the_documented_one() -> None:
-    assert {key: value for key, (value, _) in SETS["official"].items()} == {
-        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NVTE_DP_AMAX_REDUCE_INTERVAL": "0",
-        "NVTE_ASYNC_AMAX_REDUCTION": "1",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-        "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
-        "NVTE_BWD_LAYERNORM_SM_MARGIN": "16",
-    }
-
-
-def test_unknown_environment_set() -> None:
-    with pytest.raises(UserError, match="oficial"):
-        apply_environment("oficial", {})
-
-
-def _checkpoint(run: rundir.RunDir, step: int, whole: bool = True) -> None:
-    weights = run.checkpoints / f"step-{step}" / "weights"
-    weights.mkdir(parents=True)
-    (weights / "metadata.json").write_text("{}")
-    if not whole:
-        (run.checkpoints / f"step-{step}-unfinished").touch()
-
-
-def test_run_names(tmp_path: Path) -> None:
-    spec = RunSpec(recipe="tiny")
-    assert rundir.choose(spec, tmp_path).name == "tiny"
-    (tmp_path / "tiny" / "logs" / "attempt-1").mkdir(parents=True)
-    assert rundir.choose(spec, tmp_path).name == "tiny-2"
-    with pytest.raises(UserError, match="holds a run already"):
-        rundir.choose(dataclasses.replace(spec, name="tiny"), tmp_path)
-    for bad in ("a/b", "..", " ", "/abs"):
-        with pytest.raises(UserError, match="cannot name a run"):
-            rundir.choose(dataclasses.replace(spec, name=bad), tmp_path)
-
-
-def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    spec = RunSpec(recipe="tiny", resume=True)
-    with pytest.raises(UserError, match="nothing to resume"):
-        rundir.choose(spec, tmp_path)
-    run = rundir.RunDir("tiny", tmp_path)
-    (run.logs / "attempt-1").mkdir(parents=True)
-    _checkpoint(run, 90, whole=False)
-    with pytest.raises(UserError, match="nothing to resume"):
-        rundir.check_resumable(rundir.choose(spec, tmp_path))
-    _checkpoint(run, 9)
-    _checkpoint(run, 80)
-    chosen = rundir.choose(spec, tmp_path)
-    rundir.check_resumable(chosen)
-    assert chosen.complete_checkpoints()[-1].name == "step-80"
-
-
 def test_the_last_part_of_a_path_is_enough() -> None:
     found = overrides.parse(("max_steps=50", "trainer.max_steps*=2", "micro_batch_size=2"))
     assert [str(one) for one in found] == ["trainer.max_steps=50", "trainer.max_steps*=2", "data.micro_batch_size=2"]
@@ -236,27 +126,6 @@ def test_length_and_batch_in_tokens() -> None:
     assert resolve(RunSpec(recipe="qwen25_500m_cpt", profile="wsd")).plan.schedule == "wsd"
     with pytest.raises(UserError, match="did you mean --profile strong"):
         resolve(RunSpec(recipe="qwen25_500m_cpt", profile="stron"))
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    (("2B", 2 * 10**9), ("1.5m", 1_500_000), ("262_144", 262_144), ("1e9", 10**9), ("7", 7)),
-)
-def test_counts(text: str, count: int) -> None:
-    assert parse_count(text, "--tokens") == count
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(1023, "1023 B"), (1024, "1.0 KiB"), (14 << 20, "14.0 MiB"), (3 << 30, "3.0 GiB")]
-)
-def test_a_size_has_a_unit_that_shows_it(count: int, text: str) -> None:
-    assert format_bytes(count) == text
-
-
-@pytest.mark.parametrize("text", ("0", "-3", "two", "", "0.2", "2 B x"))
-def test_wrong_counts(text: str) -> None:
-    with pytest.raises(UserError, match="--tokens: cannot read"):
-        parse_count(text, "--tokens")
 
 
 def test_epochs_count_the_new_text(sample: Path) -> None:

@@ -335,3 +335,31 @@ def test_the_sets_are_recorded() -> None:
     if os.environ.get("UPDATE_GOLDENS"):
         golden.write_text(text)
     assert golden.read_text() == text
+
+
+def test_the_users_environment_wins_and_is_named() -> None:
+    environ = {"NCCL_NVLS_ENABLE": "1"}
+    settings = {s.key: s for s in apply_environment("official", environ)}
+    assert environ["NCCL_NVLS_ENABLE"] == "1"
+    assert settings["NCCL_NVLS_ENABLE"].source == "user"
+    assert settings["CUDA_VISIBLE_DEVICES"].source == "official"
+    assert environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_the_official_set_is_the_documented_one() -> None:
+    assert {key: value for key, (value, _) in SETS["official"].items()} == {
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NVTE_DP_AMAX_REDUCE_INTERVAL": "0",
+        "NVTE_ASYNC_AMAX_REDUCTION": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": "16",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": "16",
+    }
+
+
+def test_unknown_environment_set() -> None:
+    with pytest.raises(UserError, match="oficial"):
+        apply_environment("oficial", {})
