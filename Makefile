@@ -96,7 +96,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# which room imports which: one direction only
+# which folder imports which: one direction only
 imports: $(STAMP)
 	@$(BIN)/python -m tests.import_graph
 

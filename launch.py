@@ -427,7 +427,7 @@ def doctor(
     devices: Annotated[Optional[int], typer.Option(help="Ranks a run is to have; default: the GPUs here.")] = None,
     write: Annotated[Optional[Path], typer.Option(help="Write the smallest environment that works, for --env.")] = None,
     every: Annotated[
-        bool, typer.Option("--every", help="Try all ways, not only down to the first that works.")
+        bool, typer.Option("--every", help="Try every transport, not only down to the first that works.")
     ] = False,
     env: Annotated[Optional[str], typer.Option(metavar="SETS", help="Test exactly this environment set.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,

@@ -1,1 +1,1 @@
-"""What every other room imports: errors, run directory, logs, machine facts. Imports neither torch nor NeMo."""
+"""What every other folder imports: errors, run directory, logs, machine facts. Imports neither torch nor NeMo."""

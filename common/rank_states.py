@@ -82,12 +82,12 @@ def wait_until_ended(logs: Path, limit_s: float = 600.0) -> None:
     Args:
         logs: the folder of the attempt, with the ranks' states.
     """
-    end, said = time.monotonic() + limit_s, False
+    end, logged = time.monotonic() + limit_s, False
     while alive := [state for state in read(logs) if state.is_alive()]:
         names = ", ".join(f"{state.rank} (process {state.pid})" for state in alive)
-        if not said:
+        if not logged:
             log.warning("what started the ranks is gone; waiting for rank %s to save and stop", names)
-            said = True
+            logged = True
         if time.monotonic() > end:
             log.error("rank %s did not end within %.0f s: killed", names, limit_s)
             for state in alive:

@@ -127,9 +127,9 @@ def _add_tokenizer(writer: Any, folder: Path, split: str, vocab_size: int) -> No
     """Tokens, merges, special tokens and chat template; ids that no token has are unused ones."""
     import gguf
 
-    told = json.loads((folder / "tokenizer.json").read_text())
-    words = {number: (word, gguf.TokenType.NORMAL) for word, number in told["model"]["vocab"].items()}
-    for added in told.get("added_tokens", []):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = {number: (word, gguf.TokenType.NORMAL) for word, number in tokenizer["model"]["vocab"].items()}
+    for added in tokenizer.get("added_tokens", []):
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         words[added["id"]] = (added["content"], kind)
     tokens = [words.get(number, (f"[PAD{number}]", gguf.TokenType.UNUSED)) for number in range(vocab_size)]
@@ -149,15 +149,15 @@ def _find_pre_tokenizer(folder: Path) -> str:
     Raises:
         UserError: llama.cpp has none that is the same.
     """
-    told = json.loads((folder / "tokenizer.json").read_text())
-    parts = told.get("pre_tokenizer") or {}
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    parts = tokenizer.get("pre_tokenizer") or {}
     patterns = [part.get("pattern", {}).get("Regex") for part in parts.get("pretokenizers", [parts])]
-    if told["model"].get("type") == "BPE" and _QWEN2 in patterns:
+    if tokenizer["model"].get("type") == "BPE" and _QWEN2 in patterns:
         return "qwen2"
     raise UserError(
         "llama.cpp does not know this tokenizer",
         expected="a byte-level BPE that cuts text as Qwen2's does",
-        found=f"{told['model'].get('type')} with {patterns}",
+        found=f"{tokenizer['model'].get('type')} with {patterns}",
         do="use the export in transformers or vLLM",
     )
 

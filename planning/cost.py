@@ -138,7 +138,7 @@ def count_validations(plan: Plan) -> int:
 
 
 def _device(plan: Plan) -> str:
-    return "card" if plan.accelerator == "gpu" else "machine"
+    return "GPU" if plan.accelerator == "gpu" else "machine"
 
 
 def _earlier_run(resolved: Resolved, hardware: Hardware) -> EarlierRun | None:

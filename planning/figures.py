@@ -94,7 +94,7 @@ def find_card(name: str) -> Card:
     row = names.get(_letters(name)) or names.get(_letters(name).removeprefix("nvidia"))
     if row is None:
         known = [row["name"] for row in load()["cards"]]
-        raise unknown_name("card", name, known, "--gpu-memory-gib 24, for any other card", typed='--gpu "{}"')
+        raise unknown_name("GPU", name, known, "--gpu-memory-gib 24, for any other GPU", typed='--gpu "{}"')
     return _card(row)
 
 

@@ -20,7 +20,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAVY = ("torch", "nemo", "nemo_run", "megatron", "lightning", "transformers", "fiddle", "triton")
-# what runs where torch is: these rooms and modules may import it at their top
+# what runs where torch is: these folders and modules may import it at their top
 WITH_TORCH = (
     "bench",
     "convert",
@@ -49,7 +49,7 @@ def _tracked() -> set[str]:
     return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
 
 
-def _rooms() -> list[str]:
+def _folders() -> list[str]:
     """Folders with code, in the layout of which README speaks."""
     return sorted({name.split("/")[0] for name in _tracked() if name.endswith("/__init__.py")} - {"tests"})
 
@@ -68,10 +68,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_every_room(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_every_folder(wheel: Path) -> None:
     """Templates and styles too: pyproject finds packages and their files by itself."""
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == {name for name in _tracked() if name.split("/")[0] in _rooms()} | {"launch.py"}
+    assert packed == {name for name in _tracked() if name.split("/")[0] in _folders()} | {"launch.py"}
 
 
 @pytest.mark.slow
@@ -104,5 +104,5 @@ def test_every_room_has_its_layer() -> None:
     """A new room has a place in the one direction of imports, and is searched for circles."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers, circles, _ = contracts["contracts"]
-    assert sorted(contracts["root_packages"]) == sorted(circles["ancestors"]) == _rooms()
-    assert sorted(room.strip() for layer in layers["layers"] for room in layer.split("|")) == _rooms()
+    assert sorted(contracts["root_packages"]) == sorted(circles["ancestors"]) == _folders()
+    assert sorted(folder.strip() for layer in layers["layers"] for folder in layer.split("|")) == _folders()

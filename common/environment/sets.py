@@ -123,7 +123,7 @@ TIERS: dict[str, Table] = {
         "NCCL_DEBUG_SUBSYS": ("INIT,ENV,NET", "not every collective: that would be gigabytes"),
         "TORCH_DISTRIBUTED_DEBUG": ("INFO", "torch says what it sets up; DETAIL would synchronise each collective"),
         "TORCH_CPP_LOG_LEVEL": ("INFO", "torch's C++ side, where process groups are made"),
-        TIMEOUT_KEY: ("120", "s; a broken set-up is told in two minutes"),
+        TIMEOUT_KEY: ("120", "s; a broken set-up ends with an error in two minutes"),
     },
     "staging": {
         "NCCL_DEBUG": ("WARN", "NCCL's own words on a failure, silence otherwise"),

@@ -51,7 +51,7 @@ def check(recipe: run.Partial) -> None:
     for path, value in found.items():
         if value:
             raise UserError(
-                "Gloo cannot carry this recipe on GPUs",
+                "Gloo does not support this recipe on GPUs",
                 expected=f"{path}=False with process_group_backend=gloo",
                 found=f"{path}={value}",
                 do="--env +gloo, which changes what must change, or leave trainer.strategy.process_group_backend alone",

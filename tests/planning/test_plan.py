@@ -159,7 +159,7 @@ def test_an_earlier_run_of_this_kind_is_the_better_source(monkeypatch: pytest.Mo
     run.spec_file.write_text(json.dumps({**spec, "overrides": ["data.micro_batch_size=16"]}))
     cost = _plan("qwen25_500m").cost
     assert (cost.tokens_per_second, cost.power_w) == (140e3, 612.0)
-    assert cost.power_source == "measured on this card: runs/gpu"
+    assert cost.power_source == "measured on this GPU: runs/gpu"
     assert _plan("qwen25_500m", gpu="H200").cost.tokens_per_second == 145253
 
 
