@@ -1,14 +1,17 @@
-"""Our recipe, stock NeMo and the transformers peer on the same model, measured in one call.
+"""Our recipe, stock NeMo and the fastest of the transformers peers on the same model, measured in one call.
 
 Its tables are in docs/measurements/one-gpu-throughput.md and docs/measurements/cpu-throughput.md.
 
-    python -m bench.compare [--case NAME ...] [--rounds 2] [--skip-stock] [--peer-path PATH] [--json FILE]
+    python -m bench.compare [--case NAME ...] [--rounds 2] [--skip-stock] [--peers compile,liger] [--peer-path PATH]
+        [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5
 
-Each case runs stock NeMo once, then our recipe and the peer alternately `--rounds` times, each in a process of its
-own. Imports overlap, measurements do not; on the CPU imports do not overlap either, because they would slow the
-measurement. Throughput is the median of the rounds, memory the largest. All but the CPU case need one GPU and a
-prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of a peer with another version of transformers.
+Each case runs stock NeMo once, then our recipe and the peers (the variants of bench.peer_hf; on a CPU they are the
+same) alternately `--rounds` times, each in a process of its own; the table has the fastest peer and its name, and a
+variant that cannot run is named below it. Imports overlap, measurements do not; on the CPU imports do not overlap
+either, because they would slow the measurement. Throughput is the median of the rounds, memory the largest. All but the
+CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of a peer with another
+version of transformers.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.peer_hf import VARIANTS
 from bench.turns import measure_in_turns
 
 _REDUCED_12_GROUPS = ["--recipe", "qwen25_500m_single", "model.config.num_query_groups=12"]
@@ -42,8 +46,8 @@ CPU = "1.3M on the CPU"
 CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)
 
 
-def list_commands(case: str, rounds: int, stock_too: bool = True) -> list[tuple[str, list[str]]]:
-    """("stock", "ours" or "peer", arguments after `python -m`) of one case, in the order in which they run."""
+def list_commands(case: str, rounds: int, stock_too: bool, peers: list[str]) -> list[tuple[str, list[str]]]:
+    """("stock", "ours" or the peer's variant, arguments after `python -m`) of one case, in the order of the runs."""
     recipe, micro, stock_micro, total, steps = CASES[case]
     batch = [*recipe, f"data.global_batch_size={total}", "--steps", str(steps)]
     stock = [
@@ -55,20 +59,27 @@ def list_commands(case: str, rounds: int, stock_too: bool = True) -> list[tuple[
         f"data.micro_batch_size={stock_micro}",
     ]
     ours = ["bench.throughput", *batch, f"data.micro_batch_size={micro}"]
-    peer = ["bench.peer_hf", *batch, f"data.micro_batch_size={micro}"]
-    return [("stock", stock)] * stock_too + [("ours", ours), ("peer", peer)] * rounds
+    variants = [
+        (name, ["bench.peer_hf", "--variant", name, *batch, f"data.micro_batch_size={micro}"]) for name in peers
+    ]
+    variants = variants[:1] if case == CPU else variants
+    return [("stock", stock)] * stock_too + [("ours", ours), *variants] * rounds
 
 
 def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One row of the table from the runs of a case."""
+    """One row of the table from the runs of a case; "peer" is the fastest variant that did not fail."""
+    by_name = {name: [result for other, result in runs if other == name] for name, _ in runs}
+    speeds = {
+        name: statistics.median(result["tokens_per_second"] for result in results)
+        for name, results in by_name.items()
+        if name in VARIANTS and not any("error" in result for result in results)
+    }
     found: dict[str, Any] = {"case": case}
-    for name in ("stock", "ours", "peer"):
-        results = [result for other, result in runs if other == name]
-        errors = [result["error"] for result in results if "error" in result]
-        if not results:
-            continue
-        if errors:
-            found[f"{name}_error"] = errors[0]
+    fastest = max(speeds, key=lambda name: speeds[name], default=None)
+    found |= {f"{name}_error": r["error"] for name, results in by_name.items() for r in results if "error" in r}
+    for name, variant in (("stock", "stock"), ("ours", "ours"), ("peer", fastest)):
+        results = by_name.get(variant or "", [])
+        if not results or any("error" in result for result in results):
             continue
         found[f"{name}_tokens_per_second"] = statistics.median(r["tokens_per_second"] for r in results)
         found[f"{name}_p99_over_p50"] = max(r["step_p99"] / r["step_p50"] for r in results)
@@ -77,28 +88,30 @@ def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[st
             found[f"{name}_mfu_of_card"] = statistics.median(r["mfu_of_card"] for r in results)
             found["device"] = results[0]["device"]
     if "ours_tokens_per_second" in found and "peer_tokens_per_second" in found:
+        found["peer"], found["peers"] = fastest, speeds
         found["ratio"] = found["ours_tokens_per_second"] / found["peer_tokens_per_second"]
     return found
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
+    """The rows as a Markdown table, and a line for each benchmark that failed."""
     lines = [
-        "| case | stock | peer | ours | ours / peer | GiB peer | GiB ours | p99 / p50 | of the GPU's matmul rate |",
+        "| case | stock | fastest peer | ours | ours / peer | GiB peer | GiB ours | p99 / p50 | of the matmul rate |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    failed = [f"{r['case']}, {name}: {value}" for r in rows for name, value in r.items() if name.endswith("_error")]
     for r in rows:
         if "ratio" not in r:
-            lines.append(f"| {r['case']} | " + "; ".join(str(v) for k, v in r.items() if k.endswith("error")) + " |")
+            lines.append(f"| {r['case']} | not measured |")
             continue
         gib = [f"{r[f'{name}_peak_gib']:.1f}" if f"{name}_peak_gib" in r else "" for name in ("peer", "ours")]
         rate = f"{r['ours_mfu_of_card']:.0%}" if "ours_mfu_of_card" in r else ""
         lines.append(
-            f"| {r['case']} | {r.get('stock_tokens_per_second', 0):,.0f} | {r['peer_tokens_per_second']:,.0f}"
-            f" | {r['ours_tokens_per_second']:,.0f} | {r['ratio']:.2f} | {gib[0]} | {gib[1]}"
-            f" | {r['ours_p99_over_p50']:.2f} | {rate} |"
+            f"| {r['case']} | {r.get('stock_tokens_per_second', 0):,.0f}"
+            f" | {r['peer_tokens_per_second']:,.0f} ({r['peer']}) | {r['ours_tokens_per_second']:,.0f}"
+            f" | {r['ratio']:.2f} | {gib[0]} | {gib[1]} | {r['ours_p99_over_p50']:.2f} | {rate} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *failed] if failed else lines)
 
 
 def main() -> None:
@@ -106,14 +119,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all cases of the GPU")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--skip-stock", action="store_true", help="only our recipe and the peer")
+    parser.add_argument("--skip-stock", action="store_true", help="only our recipe and the peers")
+    parser.add_argument("--peers", default=",".join(VARIANTS), help="variants of bench.peer_hf; default: %(default)s")
     parser.add_argument("--peer-path", help="PYTHONPATH of the peer's processes")
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()
     rows, everything = [], {}
     cases = args.case or [name for name in CASES if name != CPU]
-    commands = [(case, *one) for case in cases for one in list_commands(case, args.rounds, not args.skip_stock)]
-    paths = [args.peer_path if name == "peer" else None for _, name, _ in commands]
+    peers = args.peers.split(",")
+    if unknown := set(peers) - set(VARIANTS):
+        parser.error(f"--peers: expected some of {', '.join(VARIANTS)}, found {', '.join(sorted(unknown))}")
+    commands = [(case, *one) for case in cases for one in list_commands(case, args.rounds, not args.skip_stock, peers)]
+    paths = [args.peer_path if name in VARIANTS else None for _, name, _ in commands]
     at_once = 1 if CPU in cases else 6
     results = measure_in_turns([command for _, _, command in commands], sys.stderr, paths, at_once)
     for case in cases:

@@ -1,10 +1,12 @@
 """The peer: transformers' Qwen2 of the same shape in a tuned plain training loop, as its users write it.
 
-    python -m bench.peer_hf --recipe qwen25_500m_single [path=value ...]
+    python -m bench.peer_hf --recipe qwen25_500m_single [--variant NAME] [path=value ...]
 
 Shape, sequence, batch and corpus are the recipe's (`path=value` as in bench.throughput). fp32 master weights under bf16
-autocast, SDPA attention, torch.compile, fused AdamW, gradient clipping without a host sync, TF32 for what stays fp32.
-Prints the same JSON object as bench.throughput.
+autocast, SDPA attention, fused AdamW, gradient clipping without a host sync, TF32 for what stays fp32. A variant says
+what makes the model fast: `compile` is torch.compile, `reduce-overhead` the same with CUDA graphs, `liger` Liger's
+kernels with its fused output layer and loss, uncompiled, because the two do not compile together (Liger 0.8.5). A CPU
+has none of them. Prints the JSON object of bench.throughput with the variant and the versions of its packages.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from bench.throughput import add_plan_figures, base_parser, wait_for_turn
 
+VARIANTS = {"compile": ("torch",), "reduce-overhead": ("torch",), "liger": ("torch", "liger-kernel")}  # and packages
+
 
 def main() -> None:
     """Train the peer and print its figures."""
-    args = base_parser(__doc__ or "").parse_intermixed_args()
+    parser = base_parser(__doc__ or "")
+    parser.add_argument("--variant", choices=list(VARIANTS), default="compile")
+    args = parser.parse_intermixed_args()
     from common.spec import RunSpec
     from recipes.resolve import resolve
 
@@ -29,8 +36,15 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers  # noqa: F401 - imported before waiting, as bench.throughput does
 
+    versions = {name: version(name) for name in ("transformers", *VARIANTS[args.variant])}
+    if args.variant == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+
+        apply_liger_kernel_to_qwen2(fused_linear_cross_entropy=True, cross_entropy=False)
+
     waited = wait_for_turn(args.wait)
-    print(json.dumps(add_plan_figures(_train(plan, args, waited), plan)), flush=True)
+    result = add_plan_figures(_train(plan, args, waited), plan)
+    print(json.dumps(result | {"variant": args.variant, "versions": versions}), flush=True)
 
 
 def _build_model(plan: Any, device: str) -> Any:
@@ -82,7 +96,8 @@ def _train(plan: Any, args: Any, waited: float) -> dict[str, Any]:
     device = "cuda" if plan.accelerator == "gpu" else "cpu"
     torch.set_float32_matmul_precision("high")
     model = _build_model(plan, device)
-    compiled = torch.compile(model) if device == "cuda" else model
+    modes = {"compile": "default", "reduce-overhead": "reduce-overhead"}
+    compiled = torch.compile(model, mode=modes[args.variant]) if device == "cuda" and args.variant in modes else model
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=plan.max_lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
     )
@@ -92,6 +107,7 @@ def _train(plan: Any, args: Any, waited: float) -> dict[str, Any]:
         total = torch.zeros((), device=device)
         for _ in range(accumulate):
             ids = next(batches)
+            torch.compiler.cudagraph_mark_step_begin()  # the graphs of the last micro batch may be overwritten
             with torch.autocast(device, dtype=torch.bfloat16, enabled=device == "cuda"):
                 # with shift_labels the loss counts all positions, as Megatron does
                 loss = (

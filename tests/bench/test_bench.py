@@ -34,9 +34,15 @@ def test_a_failed_measurement_is_shown_and_not_averaged() -> None:
     runs: list[tuple[str, dict[str, Any]]] = [
         ("stock", {"error": "exit code 1"}),
         ("ours", good),
-        ("peer", {**good, "tokens_per_second": 1.0}),
+        ("compile", {**good, "tokens_per_second": 0.5}),
+        ("reduce-overhead", {**good, "tokens_per_second": 1.0}),
+        ("liger", {**good, "tokens_per_second": 9.0}),
+        ("liger", {"error": "exit code 2"}),
     ]
     found = summarize_case("case", runs)
     assert found["ratio"] == 2.0 and found["stock_error"] == "exit code 1"
-    broken = summarize_case("case", [("stock", good), ("ours", {"error": "exit code 137"}), ("peer", good)])
-    assert "ratio" not in broken and "exit code 137" in format_table([found, broken])
+    assert found["peer"] == "reduce-overhead", "the fastest whose every round ran"
+    broken = summarize_case("case", [("stock", good), ("ours", {"error": "exit code 137"}), ("compile", good)])
+    table = format_table([found, broken])
+    assert "ratio" not in broken and "ours_error: exit code 137" in table and "liger_error: exit code 2" in table
+    assert "1 (reduce-overhead) | 2 | 2.00 |" in table
