@@ -107,8 +107,9 @@ def test_every_page_is_listed() -> None:
 
 @pytest.mark.parametrize("page", MEASUREMENTS, ids=name)
 def test_a_measurement_says_how_it_was_made(page: Path) -> None:
-    for row in ("date", "hardware", "command"):
-        assert re.search(rf"^\| {row}s? \| .+ \|$|^    (python|torchrun) ", page.read_text(), flags=re.M), row
+    for row in ("date", "hardware", "version", "command"):
+        shown = "|^    (python|torchrun) " if row == "command" else ""
+        assert re.search(rf"^\| {row}s? \| .+ \|${shown}", page.read_text(), flags=re.M), row
     assert re.search(r"^\| date \| \d{4}-\d{2}-\d{2}", page.read_text(), flags=re.M)
 
 
