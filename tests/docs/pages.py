@@ -32,11 +32,10 @@ def commands(program: str) -> list[tuple[str, str]]:
 
 
 def prose(page: Path) -> str:
-    """The page without code blocks, inline code, headings and the addresses of links."""
+    """The page without code blocks, inline code and headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
     text = re.sub(r"^(    .*|#.*)$", "", text, flags=re.M)
-    text = re.sub(r"`[^`]*`", "", text)
-    return re.sub(r"\]\([^)]*\)", "]", text)
+    return re.sub(r"`[^`]*`", "", text)
 
 
 def anchors(page: Path) -> set[str]:
