@@ -19,15 +19,24 @@ SIDECAR = ".sha256"  # beside a file that is still to be listed: its checksum, t
 
 
 def record_files(checkpoint: Path) -> None:
-    """List every file of the checkpoint with size and SHA-256, then remove the sidecar files of its writers."""
+    """List every file of the checkpoint with size and SHA-256, then remove the sidecar files of its writers.
+
+    Raises:
+        OSError: a file that weights/.metadata names is missing, or cannot be read.
+    """
     sidecars = {path.with_suffix(""): path for path in checkpoint.rglob(f"*{SIDECAR}")}
     files = {}
-    for path in _files(checkpoint):
+    for path in sorted({*_files(checkpoint), *_needed_files(checkpoint / "weights")}):
         checksum = sidecars[path].read_text() if path in sidecars else file_sha256(path)
         files[str(path.relative_to(checkpoint))] = {"bytes": path.stat().st_size, "sha256": checksum}
     write_atomic(checkpoint / LIST, json.dumps(files, indent=1) + "\n")
     for path in sidecars.values():
         path.unlink()
+
+
+def _needed_files(weights: Path) -> list[Path]:
+    """Those that weights/.metadata names: the listing of a folder on a network file system may lack the newest."""
+    return [weights / name for name in needed_bytes(weights)] if (weights / ".metadata").exists() else []
 
 
 def find_damage(checkpoint: Path) -> list[str]:

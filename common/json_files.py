@@ -1,8 +1,9 @@
-"""Reading JSON files that another process may be writing, or that a crash may have cut off."""
+"""JSON files that another process may be writing or reading, or that a crash or a full disk may have cut off."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,32 @@ def read_json_lines(path: Path, last_bytes: int | None = None) -> list[dict[str,
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def append_json_line(path: Path, row: dict[str, Any]) -> None:
+    """Add one object as a line of its own, also where a full disk has cut off the line before it."""
+    line = to_json_line(row)
+    with path.open("ab+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - 1))
+        cut_off = stream.read(1) not in (b"", b"\n")
+        stream.write(("\n" + line if cut_off else line).encode())
+
+
+def to_json_line(row: dict[str, Any]) -> str:
+    """One line of a file with one object per line.
+
+    A number that is not finite is written as null: JSON has no NaN, and other programs refuse the file.
+    """
+    return json.dumps(_without_nan(row), allow_nan=False) + "\n"
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(child) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(child) for child in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_list(path: Path) -> list[dict[str, Any]]:

@@ -1,13 +1,28 @@
-"""The rows of metrics.jsonl, as a resumed run leaves them: what it repeats counts once."""
+"""The rows of metrics.jsonl: how a number that is not finite is stored, and what a resumed run repeats.
+
+A loss that is not finite is null in the file (common/json_files.py), and NaN in a row that is read here.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from common.json_files import read_json_lines
 
 Row = dict[str, Any]
+
+
+_NEVER_MISSING = ("loss", "val_loss", "perplexity", "bits_per_byte", "change")  # null: it was not finite
+
+
+def restore_nan(row: Row) -> Row:
+    """A parsed line of metrics.jsonl with NaN where a loss was not finite."""
+    found = {name: math.nan if value is None and name in _NEVER_MISSING else value for name, value in row.items()}
+    if isinstance(domains := row.get("validation"), dict):
+        found["validation"] = {n: restore_nan(one) if isinstance(one, dict) else one for n, one in domains.items()}
+    return found
 
 
 def read_metric_rows(path: Path, last_bytes: int | None = None) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
@@ -18,7 +33,7 @@ def read_metric_rows(path: Path, last_bytes: int | None = None) -> tuple[tuple[R
     """
     training: dict[int, Row] = {}
     validation: dict[int, Row] = {}
-    for row in read_json_lines(path, last_bytes):
+    for row in map(restore_nan, read_json_lines(path, last_bytes)):
         step = row.get("step")
         if not isinstance(step, int):
             continue

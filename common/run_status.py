@@ -120,8 +120,8 @@ class RunStatus:
         """
         if self.step_seconds is None or self.phase in ENDED:
             return None
-        steps_s = max(0, self.max_steps - self.step) * self.step_seconds
-        return steps_s if self.ends_by is None else min(steps_s, max(0.0, self.ends_by - self.updated))
+        left_s = None if self.ends_by is None else self.ends_by - self.updated
+        return seconds_to_go(self.max_steps - self.step, self.step_seconds, left_s)
 
     def state(self, now: float) -> str:
         """The phase, or `silent` if nothing has been written for a minute although the run has not ended.
@@ -169,6 +169,18 @@ def read_status(path: Path) -> RunStatus | None:
     """The status in a file; None if there is none."""
     row = read_json_object(path)
     return RunStatus.from_row(row) if row is not None else None
+
+
+def seconds_to_go(steps: int, step_seconds: float, left_s: float | None) -> float:
+    """Seconds until the end of a training.
+
+    Args:
+        steps: that are left.
+        step_seconds: of one, at the present rate.
+        left_s: seconds until `trainer.max_time` ends it; None without that.
+    """
+    steps_s = max(0, steps) * step_seconds
+    return steps_s if left_s is None else min(steps_s, max(0.0, left_s))
 
 
 def read_clock(path: Path) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shlex
@@ -20,6 +19,7 @@ from common.checkpoint_files import LIST
 from common.commands import launch_command
 from common.errors import UserError
 from common.files import file_sha256, write_atomic
+from common.json_files import read_json_lines, to_json_line
 from common.origin import Origin, read_origin
 from common.run_status import INTERRUPTED, RunStatus
 from common.rundir import RUNS, RunDir, check_resumable, check_run_name, checkpoint_step, find_run
@@ -159,9 +159,8 @@ def copy_records(run: RunDir, checkpoint: Path, new: RunDir) -> None:
             shutil.copy2(file, new.path / file.name)
     write_atomic(new.spec_file, dataclasses.replace(run.spec(), name=new.name, attempt=0).to_json())
     if run.metrics.is_file():
-        rows = [line for line in run.metrics.read_text().splitlines() if line.strip()]
-        kept = [line for line in rows if json.loads(line)["step"] <= checkpoint_step(checkpoint)]
-        write_atomic(new.metrics, "".join(line + "\n" for line in kept))
+        kept = [row for row in read_json_lines(run.metrics) if row.get("step", 0) <= checkpoint_step(checkpoint)]
+        write_atomic(new.metrics, "".join(to_json_line(row) for row in kept))
 
 
 def record_state(run: RunDir, phase: str, step: int) -> None:

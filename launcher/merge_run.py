@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shutil
@@ -21,7 +20,7 @@ from common.checkpoint_files import check_undamaged, record_files
 from common.commands import launch_command, python_path
 from common.domain_losses import FORGOTTEN, LEARNED, format_change, name_change
 from common.errors import ProjectError, UserError
-from common.json_files import read_json_object
+from common.json_files import append_json_line, read_json_object
 from common.origin import Origin
 from common.run_status import DONE
 from common.rundir import RUNS, RunDir, check_run_name, checkpoint_step, find_run
@@ -239,8 +238,7 @@ def _keep(building: RunDir, name: str, origin: Origin, rows: dict[str, dict[str,
     """Make the run that holds the merge; its newest validation is the merge's."""
     shutil.rmtree(building.path / "validation")
     step, mean = origin.steps[-1], sum(row["loss"] for row in rows.values()) / len(rows)
-    with building.metrics.open("a") as stream:
-        stream.write(json.dumps({"step": step, "time": time.time(), "val_loss": mean, "validation": rows}) + "\n")
+    append_json_line(building.metrics, {"step": step, "time": time.time(), "val_loss": mean, "validation": rows})
     origin.write(building.origin)
     spec = dataclasses.replace(building.spec(), name=name)
     building.spec_file.write_text(spec.to_json())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.json_files import parse_json
+from common.metric_rows import restore_nan
 from common.origin import Origin, parse_origin
 from common.run_status import RunStatus, read_status
 from common.rundir import RunDir
@@ -186,4 +187,4 @@ def _parse_row(line: str) -> Row | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return row
+    return restore_nan(row)

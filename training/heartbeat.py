@@ -76,14 +76,14 @@ class Heartbeat:
                     self._write(state, now)
 
     def _write(self, state: RankState, status: RunStatus) -> None:
-        """A full disk must not end the training: the first failed write is logged, the next ones are tried again."""
+        """Whatever fails, the training goes on: the first failed write is logged, the next ones are tried again."""
         try:
             state.write(self._logs)
             if self.rank == 0:
                 self._complete(status).write(self.run.status)
-        except OSError as problem:
+        except Exception as problem:  # a rank that falls silent is taken for dead
             if not self._logged_problem:
-                log.warning("status: cannot write %s: %s", self.run.status, problem)
+                log.warning("status: cannot write %s: %s: %s", self.run.status, type(problem).__name__, problem)
             self._logged_problem = True
 
     def _complete(self, status: RunStatus) -> RunStatus:

@@ -3,7 +3,6 @@
 # NeMo-Run reads the constructor's types: no `from __future__ import annotations`, `Optional` instead of `X | None`
 
 import contextlib
-import json
 import logging
 import sys
 import time
@@ -13,7 +12,9 @@ import lightning.pytorch as pl
 import psutil
 import torch
 
+from common.json_files import append_json_line
 from common.quantities import format_duration
+from common.run_status import seconds_to_go
 from common.rundir import RunDir
 from data.module import TRAINING_TOKENS
 from training import heartbeat
@@ -99,7 +100,7 @@ class Progress(pl.Callback):
         if not sys.stderr.isatty():
             return
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
         columns = (
@@ -107,10 +108,12 @@ class Progress(pl.Callback):
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[now]}"),
-            TimeRemainingColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
         )
         self._bar = Bar(*columns, console=Console(stderr=True))
-        self._task = self._bar.add_task("train", total=trainer.max_steps, completed=trainer.global_step, now="")
+        self._task = self._bar.add_task(
+            "train", total=trainer.max_steps, completed=trainer.global_step, now="", eta="-"
+        )
         self._bar.start()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -164,18 +167,18 @@ class Progress(pl.Callback):
     def _log(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         """Log a line that fits 100 columns with the date and the level before it."""
         speed = f"{short_count(row['tokens_per_second'])} tokens/s"
-        eta = format_duration((trainer.max_steps - row["step"]) * row["step_seconds"], compact=True)
+        steps = trainer.max_steps - row["step"]
+        eta = format_duration(seconds_to_go(steps, row["step_seconds"], max_time_left_s(trainer)), compact=True)
         counter = f"step {row['step']}/{trainer.max_steps}"
         log.info("%s | loss %.4f | lr %.2e | %s | ETA %s", counter, row["loss"], row["lr"], speed, eta)
         if self._bar:
-            self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {speed}")
+            self._bar.update(self._task, now=f"loss {row['loss']:.3f}  {speed}", eta=eta)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the run's metrics.jsonl."""
         heartbeat.record_metrics(row)
         if self.run is not None:
-            with self.run.metrics.open("a") as stream:
-                stream.write(json.dumps(row) + "\n")
+            append_json_line(self.run.metrics, row)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.write_pending_line(trainer)
@@ -191,6 +194,12 @@ class Progress(pl.Callback):
                 self.write_pending_line(trainer)
         if self._bar:
             self._bar.stop()
+
+
+def max_time_left_s(trainer: pl.Trainer) -> float | None:
+    """Seconds until `trainer.max_time` ends the training; None without it."""
+    timer = next((one for one in trainer.callbacks if isinstance(one, pl.callbacks.Timer)), None)
+    return timer.time_remaining() if timer is not None else None
 
 
 def memory_gib(device: torch.device) -> float:

@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 
 from common import run_status
 from training import hang_watch, heartbeat
+from training.progress import max_time_left_s
 
 
 class StatusCallback(pl.Callback):
     """Sets phase and step in memory at the borders of a step; reads nothing from the device. Comes last of all."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        timer = next((one for one in trainer.callbacks if isinstance(one, pl.callbacks.Timer)), None)
-        left_s = timer.time_remaining() if timer is not None else None  # of trainer.max_time
+        left_s = max_time_left_s(trainer)
         ends_by = None if left_s is None else time.time() + left_s
         heartbeat.record(step=trainer.global_step, max_steps=trainer.max_steps, ends_by=ends_by)
 

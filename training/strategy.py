@@ -11,6 +11,7 @@ from nemo.lightning import _strategy_lib
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
 
 from common.processes import ignore_stop_signals
+from training.checkpoints import StepCheckpoint
 from training.distributed.consistency import check_ranks
 from training.distributed.lost_ranks import record_step, set_collective_timeout
 from training.safe_load import check_extra_states, data_only
@@ -69,9 +70,17 @@ class Strategy(nl.MegatronStrategy):
         """
         with data_only(Path(checkpoint_path)):
             checkpoint = self._load_without_missing(checkpoint_path, selective_restore)
-        if not self.lightning_module.config.fp8:  # its states hold tensors, which only Transformer Engine can read
+        if not (self.lightning_module.config.fp8 and self._is_own(Path(checkpoint_path))):
             check_extra_states(checkpoint["state_dict"], Path(checkpoint_path))
         return checkpoint
+
+    def _is_own(self, checkpoint: Path) -> bool:
+        """This run has written the checkpoint.
+
+        The states of FP8 hold tensors, which Transformer Engine unpickles without a restriction: no others are read.
+        """
+        runs = [one.run for one in self.trainer.callbacks if isinstance(one, StepCheckpoint) and one.run is not None]
+        return any(checkpoint.resolve().parent == run.checkpoints.resolve() for run in runs)
 
     def _load_without_missing(self, checkpoint_path: Union[str, Path], selective_restore: bool) -> dict[str, Any]:
         stored = _stored_keys(ckpt_to_weights_subdir(checkpoint_path, is_saving=False))

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from common import machine_facts, rank_states
+from common.json_files import append_json_line
 from common.quantities import GIB
 from common.rundir import RunDir
 
@@ -239,8 +240,7 @@ class SystemSampler:
         row = {"time": round(time.time(), 3), **self._fixed, **host.read(ranks)}
         if found := gpus.read():
             row["gpus"] = found
-        with self._path.open("a") as stream:
-            stream.write(json.dumps(row) + "\n")
+        append_json_line(self._path, row)
 
 
 def _print_one_sample() -> None:

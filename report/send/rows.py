@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from common.json_files import parse_json, read_json_object
+from common.metric_rows import restore_nan
 from common.rundir import RunDir
 
 _MOST_BYTES = 1 << 20  # read at once
@@ -53,7 +54,7 @@ def _to_point(line: bytes) -> Point | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    rest = {name: value for name, value in row.items() if name not in ("step", "time")}
+    rest = {name: value for name, value in restore_nan(row).items() if name not in ("step", "time")}
     if "validation" in rest:
         found = dict(_numbers(rest.pop("validation"), "val"))
         found |= {f"val/{name.removeprefix('val_')}": value for name, value in _numbers(rest, "")}

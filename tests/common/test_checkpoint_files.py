@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -102,3 +103,15 @@ def test_looking_at_lengths_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="relative_path"):
         needed_bytes(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_the_weights_need_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The listing of a folder lacks a file: it is listed all the same if it exists, and missed if it does not."""
+    _checkpoint(tmp_path)
+    rglob = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda self, like: [p for p in rglob(self, like) if p.name != "__0_1.distcp"])
+    record_files(tmp_path)
+    assert "weights/__0_1.distcp" in json.loads((tmp_path / LIST).read_text())
+    (tmp_path / "weights/__0_1.distcp").unlink()
+    with pytest.raises(FileNotFoundError, match=r"__0_1\.distcp"):
+        record_files(tmp_path)

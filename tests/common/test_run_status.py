@@ -18,9 +18,11 @@ import pytest
 
 from common import rank_states, run_status
 from common.files import write_atomic
-from common.json_files import read_json_lines, read_json_object
+from common.json_files import append_json_line, read_json_lines, read_json_object
+from common.metric_rows import read_metric_rows
 from common.rank_states import RankState, read
 from common.run_status import Ending, Heartbeat, RunStatus, read_status
+from report.send.rows import read_new_points
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -86,6 +88,32 @@ def test_a_run_that_is_starting_may_wait_in_a_queue() -> None:
     assert RunStatus(executor="local", **gone).state(1e9) == run_status.SILENT
     assert RunStatus(executor="local", pid=os.getpid(), updated=0.0).state(1e9) == run_status.STARTING
     assert RunStatus(executor="local", host="elsewhere", pid=2**22 + 1).state(1e9) == run_status.STARTING
+
+
+def test_a_line_that_a_full_disk_cut_off_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_json_line(path, {"step": 1})
+    with path.open("a") as stream:
+        stream.write('{"step": 2, "lo')
+    append_json_line(path, {"step": 3})
+    append_json_line(path, {"step": 4})
+    assert [row["step"] for row in read_json_lines(path)] == [1, 3, 4]
+    assert path.read_text().count("\n") == 4
+
+
+def test_a_loss_that_is_not_finite_is_null_in_the_file_and_nan_for_readers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    domains = {"prose": {"loss": math.inf, "standard_error": None}}
+    append_json_line(path, {"step": 1, "loss": math.nan, "grad_norm": None})
+    append_json_line(path, {"step": 1, "val_loss": math.nan, "validation": domains})
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    ((training,), (validation,)) = read_metric_rows(path)
+    assert math.isnan(training["loss"]) and training["grad_norm"] is None
+    prose = validation["validation"]["prose"]
+    assert math.isnan(validation["val_loss"]) and math.isnan(prose["loss"]) and prose["standard_error"] is None
+    first, second = (point.numbers for point in read_new_points(path, 0)[0])
+    assert math.isnan(first["train/loss"]) and math.isnan(second["val/prose/loss"])
 
 
 def test_readers_never_see_half_a_file(tmp_path: Path) -> None:

@@ -28,12 +28,33 @@ def test_short_count(count: float, text: str) -> None:
 def test_a_step_line_fits_100_columns(caplog: pytest.LogCaptureFixture) -> None:
     """A long run on many GPUs, as the console shows it: date, time and level before the message."""
     row: dict[str, Any] = {"step": 99_999, "loss": 12.3456, "lr": 1.234e-4, "tokens_per_second": 1_234_567.8}
-    trainer = types.SimpleNamespace(max_steps=100_000)
+    trainer = types.SimpleNamespace(max_steps=100_000, callbacks=[])
     with caplog.at_level("INFO", logger="launch"):
         progress.Progress()._log(trainer, {**row, "step_seconds": 360_000.0})
     line = logging.Formatter(logs.CONSOLE_FORMAT, logs.CONSOLE_TIME).format(caplog.records[0])
     assert line.endswith("step 99999/100000 | loss 12.3456 | lr 1.23e-04 | 1.23M tokens/s | ETA 4d04h")
     assert len(line) <= 100
+
+
+class SimpleBar:
+    """Keeps what a bar is given."""
+
+    def update(self, task: Any, **fields: Any) -> None:
+        self.fields = fields
+
+
+def test_the_console_knows_when_max_time_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    from lightning.pytorch.callbacks import Timer
+
+    trainer: Any = types.SimpleNamespace(max_steps=100_000, callbacks=[Timer(duration="00:01:00:00")])
+    row = {"step": 10, "loss": 2.0, "lr": 1e-4, "tokens_per_second": 1.0, "step_seconds": 60.0}
+    shown = progress.Progress()
+    shown._bar = SimpleBar()
+    with caplog.at_level("INFO", logger="launch"):
+        shown._log(trainer, row)
+    eta = caplog.messages[0].rpartition("ETA ")[2]
+    assert eta in ("59m59s", "1h00m")  # 69 days without it
+    assert shown._bar.fields["eta"] == eta
 
 
 def test_memory_of_a_cpu_run_is_that_of_the_process() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pickle
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,6 +204,25 @@ def test_the_state_of_a_transformer_engine_module_is_plain_data(forked: Callable
     empty, none, evil, saved, ran = forked(_extra_states)
     assert (empty, none, ran) == ("", "", "False")
     assert "layer._extra_state is not read" in evil and "layer._extra_state is not read" in saved
+
+
+@pytest.mark.parametrize(("folder", "is_own"), [("runs/mine/checkpoints/step-5", True), ("runs/other/step-5", False)])
+def test_fp8_states_are_read_from_checkpoints_of_this_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, is_own: bool
+) -> None:
+    """They hold tensors, so that they cannot be told from malicious ones."""
+    from training import strategy
+    from training.checkpoints import StepCheckpoint
+
+    state = torch.frombuffer(bytearray(pickle.dumps(Evil())), dtype=torch.uint8)
+    found: Any = strategy.Strategy.__new__(strategy.Strategy)
+    found._load_without_missing = lambda *_: {"state_dict": {"layer._extra_state": state}}
+    config = types.SimpleNamespace(config=types.SimpleNamespace(fp8="hybrid"))
+    monkeypatch.setattr(strategy.Strategy, "lightning_module", config)
+    callbacks = [StepCheckpoint(run_dir=str(tmp_path / "runs/mine"))]
+    found.trainer = types.SimpleNamespace(callbacks=callbacks)
+    with contextlib.nullcontext() if is_own else pytest.raises(UserError, match="layer._extra_state is not read"):
+        found.load_checkpoint(tmp_path / folder)
 
 
 def test_members_of_enums_are_read_as_older_pythons_wrote_them() -> None:

@@ -109,6 +109,23 @@ def test_a_full_disk_is_logged_once(run: RunDir, caplog: pytest.LogCaptureFixtur
     assert len([r for r in caplog.records if "No space left" in r.getMessage()]) == 1
 
 
+def test_no_error_silences_a_rank(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    beat, failures = Heartbeat(run, 0, RunStatus(), interval_s=0.01), iter([RuntimeError("a strange file system")])
+    complete = beat._complete
+
+    def fail_once(status: RunStatus) -> RunStatus:
+        for problem in failures:
+            raise problem
+        return complete(status)
+
+    beat._complete = fail_once  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING, "launch"):
+        beat.start()
+        _wait_for(run.status.exists)
+    beat.end(RankState(rank=0, state=rank_states.DONE))
+    assert any("a strange file system" in record.getMessage() for record in caplog.records)
+
+
 def test_recording_costs_a_step_nothing(beating: RunDir) -> None:
     start = time.thread_time()
     for step in range(1000):
