@@ -30,7 +30,7 @@ def find_last_step(folder: RunDir, status: RunStatus) -> int:
     beats = [state.step for state in rank_states.read(folder.attempt(status.attempt))]
     rows = read_json_lines(folder.metrics, last_bytes=_LAST_BYTES)
     own = [row for row in rows if "loss" in row and isinstance(row.get("step"), int)]
-    steps = [row["step"] for row in own if row.get("time", 0.0) >= status.started]
+    steps = [int(row["step"]) for row in own if row.get("time", 0.0) >= status.started]
     return max(status.step, folder.newest_step(), *beats, *steps)
 
 
