@@ -16,7 +16,9 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from common import file_lock
@@ -30,6 +32,7 @@ log = logging.getLogger("launch")
 _held: dict[Path, int | None] = {}
 _PREFIX = ".lock-"
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: kind, from where, start, length, process
+_WATCH_S = 1.0
 
 
 class RunInUseError(UserError):
@@ -125,6 +128,26 @@ def is_held_elsewhere(run: Path, role: str) -> bool:
         if found != fcntl.F_UNLCK:
             return True
     return file_lock.is_held(_file(path))
+
+
+def watch_launcher(run: Path, on_gone: Callable[[], object]) -> bool:
+    """Start a thread that calls `on_gone` when no launcher has the run any more.
+
+    For ranks in a container, which cannot look up the launcher's process, and share the run directory with it.
+
+    Returns:
+        False, and no thread, if no launcher is seen to have it now: the mount may pass on no locks.
+    """
+    if not is_held_elsewhere(run, LAUNCHER):
+        return False
+
+    def wait() -> None:
+        while is_held_elsewhere(run, LAUNCHER):
+            time.sleep(_WATCH_S)
+        on_gone()
+
+    threading.Thread(target=wait, name="launcher-watch", daemon=True).start()
+    return True
 
 
 def check_free(run: Path) -> None:

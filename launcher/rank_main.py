@@ -275,9 +275,18 @@ def _set_up_rank(folder: RunDir) -> tuple[Resolved, RankInfo]:
     return resolved, where
 
 
-def _stop_without_starter(pid: int) -> None:
-    log.warning("process %d, which started this rank, is gone: saving and stopping", pid)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _watch_starters(folder: RunDir) -> None:
+    """Save and stop when what started this rank is gone."""
+
+    def stop(what: str) -> None:
+        log.warning("%s is gone: saving and stopping", what)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    processes.watch(processes.starters(), lambda pid: stop(f"process {pid}, which started this rank,"))
+    if not os.environ.get(processes.LAUNCHER_OUTSIDE):
+        return
+    if not run_lock.watch_launcher(folder.path, lambda: stop("the launcher outside this container")):
+        log.warning("the launcher's lock is not seen in here: if the launcher is killed, the container goes on")
 
 
 def main(argv: list[str]) -> int:
@@ -292,8 +301,8 @@ def main(argv: list[str]) -> int:
         if folder.spec().executor == "slurm":
             sigterm.block()
         resolved, where = _set_up_rank(folder)
-        processes.watch(processes.starters(), _stop_without_starter)
         logs.log_to_console(where.rank, folder.attempt(resolved.spec.attempt + where.restarts) / "console.log")
+        _watch_starters(folder)
         return train(folder, resolved, where)
     except ProjectError as error:
         print(f"error: {error.explain()}", file=sys.stderr)

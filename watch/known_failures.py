@@ -308,7 +308,7 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         patterns=(
             r"Name or service not known",
             r"Temporary failure in name resolution",
-            r"Unable to resolve hostname to a \(local\) address",
+            r"Unable to resolve hostname to a \(local\) address(?!\. Using the loopback)",  # a warning, and it goes on
         ),
         cause="a host name does not resolve",
         advice="add the host to /etc/hosts, or set MASTER_ADDR to an address (127.0.0.1 on one machine): "

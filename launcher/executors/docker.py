@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import rank_states
+from common import processes, rank_states
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, UserError
 from common.rundir import check_run_name
 from launcher.cluster_file import Cluster
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("launch")
 IMAGE = "nvcr.io/nvidia/nemo:25.04"
 WORKSPACE = "/workspace"
+_REMOVAL_S = 120
 _INSIDE = "/nemo_run"  # runs/NAME/docker in the container: our script, its exit code, and NeMo-Run's log
 
 
@@ -134,6 +135,7 @@ def _container(job: Job, cluster: Cluster) -> DockerContainer:
     from nemo_run.core.packaging.base import Packager
 
     executor = DockerExecutor(packager=Packager(), **_container_settings(job, cluster))
+    executor.env_vars[processes.LAUNCHER_OUTSIDE] = "1"
     executor.experiment_id = job.folder.name
     return DockerContainer(name=job.folder.name, command=[f"bash {_INSIDE}/run.sh"], executor=executor, extra_env={})
 
@@ -236,7 +238,21 @@ def _follow_container(container: Any, own: Path, job: Job) -> int:
             # signal the ranks themselves: torchrun would give them 30 s and then kill them while they save
             ranks = [str(state.pid) for state in rank_states.read(job.logs) if state.state == rank_states.RUNNING]
             container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_INSIDE}/pid)'}"])
+    _wait_until_removed(container)
     return _report_end(own, job, asked)
+
+
+def _wait_until_removed(container: Any) -> None:
+    """Wait for the daemon, which removes a container some time after its last line: a retry takes the same name."""
+    from docker.errors import APIError, NotFound
+    from requests.exceptions import RequestException
+
+    try:
+        container.wait(condition="removed", timeout=_REMOVAL_S)
+    except NotFound:
+        return
+    except (APIError, RequestException) as problem:
+        log.warning("docker: container %s is not removed after %d s: %s", container.name, _REMOVAL_S, problem)
 
 
 def _report_end(own: Path, job: Job, asked: bool) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,3 +195,13 @@ def test_a_file_that_nobody_holds_any_more(change: dict[str, Any], age_s: float,
             assert json.loads(file.read_text())["pid"] == os.getpid()
             run_lock.release(tmp_path, run_lock.LAUNCHER)
             assert not file.exists()
+
+
+def test_a_launcher_that_is_gone_is_noticed_by_its_lock(tmp_path: Path) -> None:
+    """In a container its process cannot be looked up."""
+    gone = threading.Event()
+    assert not run_lock.watch_launcher(tmp_path / "a", gone.set)  # none was there
+    with _holder(tmp_path / "a"):
+        assert run_lock.watch_launcher(tmp_path / "a", gone.set)
+        assert not gone.is_set()
+    assert gone.wait(10)

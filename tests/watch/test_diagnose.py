@@ -167,6 +167,12 @@ def test_a_healthy_run_has_no_cause(make_run: Make) -> None:
     assert "nothing wrong" in found.to_text()
 
 
+def test_no_entry_fits_a_warning_with_which_runs_go_on() -> None:
+    """Of a container whose name does not resolve; a killed rank in it was diagnosed as that."""
+    address = "Unable to resolve hostname to a (local) address. Using the loopback address as fallback."
+    assert find_known(f"[W1122 14:34:51.386 ProcessGroupGloo.cpp:524] Warning: {address} Manually set") is None
+
+
 def test_no_entry_fits_a_healthy_log() -> None:
     """Each entry, also those that stand behind another one."""
     assert [failure.name for failure in KNOWN_FAILURES if failure.search(HEALTHY)] == []

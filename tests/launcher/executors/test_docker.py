@@ -209,6 +209,46 @@ def test_a_failing_rank_fails_the_command(dockerd: dict[str, str], image: str, c
     assert "Traceback" in said and "taken" in said
 
 
+def test_a_killed_launcher_and_a_retry(
+    dockerd: dict[str, str], image: str, checkout: Path, sample: Path, tmp_path: Path
+) -> None:
+    """SIGKILL of a rank: a second container takes the name of the first. SIGKILL of the launcher: the ranks save."""
+    import docker
+
+    client = docker.DockerClient(base_url=dockerd["DOCKER_HOST"])
+    words = ("--name", "alone", "--retries", "1", "--retry-wait", "0", "log.ckpt.every_n_train_steps=1000")
+    run, said = checkout / "runs" / "alone", tmp_path / "said"
+    with said.open("w") as out:
+        launcher = subprocess.Popen(_command(checkout, image, sample, *words), cwd=checkout, env=dockerd, stderr=out)
+
+    def wait_for(text: str) -> None:
+        deadline = time.monotonic() + 300
+        while text not in said.read_text():
+            assert time.monotonic() < deadline and launcher.poll() is None, said.read_text()
+            time.sleep(0.2)
+
+    wait_for("step 3/")
+    client.containers.get("alone").exec_run(["bash", "-c", f"kill -KILL {_pid(run, 1)}"])
+    wait_for("retry 1 of 1")
+    wait_for("started:   container alone, 1 rank(s)")
+    seen = said.read_text().index("retry 1 of 1")
+    deadline = time.monotonic() + 300
+    while "step 3/" not in said.read_text()[seen:]:
+        assert time.monotonic() < deadline and launcher.poll() is None, said.read_text()
+        time.sleep(0.2)
+    launcher.kill()
+    launcher.wait()
+    while client.containers.list(all=True):
+        assert time.monotonic() < deadline, (run / "logs/attempt-2/console.log").read_text()
+        time.sleep(0.2)
+    assert "the launcher outside this container is gone" in (run / "logs/attempt-2/console.log").read_text()
+    assert len(list((run / "checkpoints").glob("step-*"))) == 1
+
+
+def _pid(run: Path, attempt: int) -> int:
+    return int(json.loads((run / f"logs/attempt-{attempt}/rank-0.json").read_text())["pid"])
+
+
 def test_what_is_missing_is_said(dockerd: dict[str, str], checkout: Path, sample: Path) -> None:
     command = _command(checkout, "no-such-image:1", sample, "--name", "none", "trainer.max_steps=4")
     done = subprocess.run(command, cwd=checkout, env=dockerd, capture_output=True, text=True, timeout=300)
