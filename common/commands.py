@@ -11,10 +11,22 @@ from pathlib import Path
 
 from common.version import ROOT
 
+_said: dict[str, str] = {}
+
 
 def launch_command(*words: str) -> str:
     """`python launch.py WORDS...`, with the interpreter that runs this process."""
     return shlex.join([_interpreter(), "launch.py", *words])
+
+
+def set_resume_command(command: str) -> None:
+    """Say how the run of this process is resumed; `resume_command` repeats it in errors."""
+    _said["resume"] = command
+
+
+def resume_command() -> str:
+    """What to type to continue the run of this process."""
+    return _said.get("resume") or launch_command("resume", "NAME")
 
 
 def python_path(environ: Mapping[str, str] = os.environ) -> str:

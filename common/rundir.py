@@ -311,6 +311,12 @@ def _numbered(name: str, root: Path) -> list[Path]:
     )
 
 
+def _another_run(run: RunDir) -> str:
+    if not run.run_file.is_file():
+        return f"`{launch_command('list')}` shows the runs and their checkpoints"
+    return f"`{launch_command('--config', str(run.run_file), '--name', f'{run.name}-again')}` repeats it as a new run"
+
+
 def check_resumable(run: RunDir) -> None:
     """Check that the run has a complete checkpoint to train on from; to be called where its checkpoints are.
 
@@ -332,5 +338,5 @@ def check_resumable(run: RunDir) -> None:
             f"nothing to resume in {run.path}",
             expected=f"a complete checkpoint under {run.checkpoints}",
             found="the run does not exist" if not run.path.exists() else "no checkpoint that was written to the end",
-            do="name another run with --name, or start a new one without --resume",
+            do=_another_run(run),
         )

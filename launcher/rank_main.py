@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import logs, processes, rank_states, run_lock, run_status
+from common.commands import set_resume_command
 from common.environment import vccl
 from common.errors import EXIT_INTERRUPTED, EXIT_RUN, PreflightError, ProjectError, UserError
 from common.files import write_atomic
@@ -53,6 +54,7 @@ def train(folder: RunDir, resolved: Resolved, where: RankInfo | None = None, bui
     where = where or RankInfo()
     resolved = resolved.with_spec(attempt=resolved.spec.attempt + where.restarts)
     spec = resolved.spec
+    set_resume_command(spec.resume_command)
     attempt = folder.attempt(spec.attempt)
     logs.log_to_file(attempt, where.rank)
     if "TORCH_NCCL_DUMP_ON_TIMEOUT" in os.environ:  # torch's flight recorder; watch/flight_recorder.py reads the files

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from common.commands import resume_command
 from common.environment.merge import hang_limit_s
 from common.errors import EXIT_RUN, ProjectError
 from common.silence import Silence
@@ -94,7 +95,7 @@ class HangWatch:
             f"no step ended for {seconds:.0f} s",
             expected=where,
             found="the process is alive and makes no progress; the stacks of its threads are in its log",
-            do="look at the last lines of the log for what it waits for, then continue: --resume",
+            do=f"look at the last lines of the log for what it waits for, then continue: {resume_command()}",
         )
         log.error("%s", error.explain())
         for handler in logging.getLogger().handlers:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common import processes
+from common.commands import launch_command
 from common.errors import UserError
 from common.files import write_atomic
 from common.spec import RunSpec
@@ -141,7 +142,7 @@ def _find_attempt(tunnel: Tunnel, cluster: Cluster, job: Job) -> Job:
             f"nothing to resume in {job.folder.path} on the cluster",
             expected=f"a complete checkpoint under {there}/checkpoints",
             found="none",
-            do="start it without --resume",
+            do=f"start it anew: {launch_command('--config', str(job.folder.run_file))}",
         )
     folders = find("logs", "-maxdepth", "1", "-name", "attempt-*")
     attempts = [int(match[1]) for path in folders if (match := re.search(r"/attempt-([0-9]+)$", path))]

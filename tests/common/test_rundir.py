@@ -114,8 +114,12 @@ def test_resume_takes_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     run = RunDir("tiny", tmp_path)
     (run.logs / "attempt-1").mkdir(parents=True)
     _write_checkpoint(run, 90, complete=False)
-    with pytest.raises(UserError, match="nothing to resume"):
+    with pytest.raises(UserError, match="nothing to resume(?s:.*)launch.py list` shows"):
         check_resumable(choose(spec, tmp_path))
+    run.run_file.write_text("recipe: tiny\nname: tiny\n")
+    with pytest.raises(UserError, match="nothing to resume") as caught:
+        check_resumable(choose(spec, tmp_path))
+    assert f"launch.py --config {run.run_file} --name tiny-again`" in str(caught.value)
     _write_checkpoint(run, 9)
     _write_checkpoint(run, 80)
     chosen = choose(spec, tmp_path)

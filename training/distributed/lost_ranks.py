@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from common.commands import resume_command
 from common.environment.merge import collective_timeout_s
 from common.environment.sets import TIMEOUT_KEY
 from common.errors import EXIT_RUN, ProjectError
@@ -220,7 +221,7 @@ def _collective_error(lost: Sequence[str], message: str) -> LostRankError:
             "lost " + "; ".join(lost),
             expected=f"an answer from every rank within {seconds} s ({TIMEOUT_KEY})",
             found=message,
-            do="look at that host (its log, its network, its memory), then continue from the last checkpoint: --resume",
+            do=f"look at that host (its log, its network, its memory), then continue: {resume_command()}",
         )
     return LostRankError(
         "a collective failed, though every rank still answers",

@@ -24,6 +24,7 @@ import json, os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 from training.distributed import consistency, lost_ranks
+from common.commands import set_resume_command
 from common.errors import ProjectError
 
 odd = json.loads(sys.argv[1]) if os.environ["RANK"] == sys.argv[2] else {}
@@ -31,6 +32,7 @@ facts, clock = consistency.collect_facts, time.time
 consistency.collect_facts = lambda: {**facts(), **odd.get("facts", {})}
 if "clock" in odd:
     consistency.time.time = lambda: clock() + odd["clock"]
+set_resume_command("python launch.py resume mine")
 lost_ranks.set_collective_timeout()
 dist.init_process_group("gloo")
 group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))  # as Megatron makes its own
@@ -126,6 +128,7 @@ def test_a_lost_rank_is_named_within_the_timeout(kill: signal.Signals, words: st
     text = ranks[0].stdout.read()
     ranks[1].kill()
     assert code == 1, text
+    assert "then continue: python launch.py resume mine\n" in text
     assert time.monotonic() - start < 5 + 8
     assert "lost rank 1 on " in text and words in text
 
