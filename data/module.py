@@ -32,7 +32,7 @@ from data.datasets import (
     isolating_class,
 )
 from data.ledger import Corpus, Ledger, stage_entries
-from data.manifest import SPLITS, load_manifest
+from data.manifest import SPLITS, Manifest, load_manifest
 from data.ordered_dataset import OrderedDataset
 from data.resolve_blend import domain_folders, load_run_blend, resolve_run_blend
 from data.sample_index import ROWS
@@ -105,6 +105,36 @@ def _all_paths(folders: dict[str, str]) -> dict[str, list[str]]:
     }
 
 
+def _own_tokenizer(corpora: _Corpora) -> AutoTokenizer:
+    """The tokenizer that the first corpus contains.
+
+    Raises:
+        UserError: the data are prefixes, which contain none.
+    """
+    if not corpora.folders:
+        raise UserError(
+            "no tokenizer for the training data",
+            expected="data.tokenizer beside a dict of prefixes (NeMo would silently take GPT-2's)",
+            found="tokenizer=None",
+            do="give data.paths a folder made by `launch.py data prepare`, or set data.tokenizer",
+        )
+    return AutoTokenizer(str(Path(next(iter(corpora.folders.values()))) / "tokenizer"), use_fast=True)
+
+
+def _index_folder(corpora: _Corpora, manifests: dict[str, Manifest], chosen: Optional[str]) -> Optional[str]:
+    """Where Megatron caches its sample indices: a folder named after the content of all corpora."""
+    if not corpora.folders:
+        return chosen
+    contents = "".join(m.splits[split].bin_sha256 for m in manifests.values() for split in SPLITS)
+    cache = Path(chosen or Path(next(iter(corpora.folders.values()))) / "index")
+    return str(cache / hashlib.sha256(contents.encode()).hexdigest()[:16])
+
+
+def _roles(blend: Union[dict[str, Any], str, None]) -> dict[str, str]:
+    """The role of every domain of a blend."""
+    return {} if blend is None else {domain.name: domain.role for domain in load_run_blend(blend).domains}
+
+
 class PreparedDataModule(PreTrainingDataModule):
     """Train, validation and test data from folders written by `launch.py data prepare`.
 
@@ -171,23 +201,10 @@ class PreparedDataModule(PreTrainingDataModule):
         if isolate_documents:
             reset_position_ids, reset_attention_mask, eod_mask_loss = True, False, True
             dataset_cls = isolating_class(dataset_cls)
-        if self.domains:
-            first = Path(next(iter(corpora.folders.values())))
-            tokenizer = tokenizer or AutoTokenizer(str(first / "tokenizer"), use_fast=True)
-            contents = "".join(m.splits[split].bin_sha256 for m in self.domains.values() for split in SPLITS)
-            cache = Path(index_mapping_dir or first / "index")
-            index_mapping_dir = str(cache / hashlib.sha256(contents.encode()).hexdigest()[:16])
-        if tokenizer is None:
-            raise UserError(
-                "no tokenizer for the training data",
-                expected="data.tokenizer beside a dict of prefixes (NeMo would silently take GPT-2's)",
-                found="tokenizer=None",
-                do="give data.paths a folder made by `launch.py data prepare`, or set data.tokenizer",
-            )
         super().__init__(
             paths=corpora.paths,
             seq_length=seq_length,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer or _own_tokenizer(corpora),
             micro_batch_size=micro_batch_size,
             global_batch_size=global_batch_size,
             num_workers=num_workers,
@@ -198,17 +215,16 @@ class PreparedDataModule(PreTrainingDataModule):
             eod_mask_loss=eod_mask_loss,
             seed=seed,
             split=None,
-            index_mapping_dir=index_mapping_dir,
+            index_mapping_dir=_index_folder(corpora, self.domains, index_mapping_dir),
             dataset_cls=dataset_cls,
         )
         self.budget = make_budget(forgetting_budget, replay_bounds)
         self.ledger: Optional[Ledger] = None  # with NeMo's own form of paths, nothing says which corpora there are
         if stages is not None:
             entries = stage_entries(stages)
-            roles = {domain.name: domain.role for domain in load_run_blend(blend).domains} if blend is not None else {}
             self.ledger = make_ledger(
                 entries,
-                make_corpora(corpora.folders, roles, entries, seq_length),
+                make_corpora(corpora.folders, _roles(blend), entries, seq_length),
                 saved=Path(ledger) if ledger is not None else None,
                 has_budget=self.budget is not None,
                 attempt=attempt,
