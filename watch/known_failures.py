@@ -220,12 +220,21 @@ KNOWN_FAILURES: tuple[KnownFailure, ...] = (
         name="hang",
         patterns=(
             r"no step ended for (?P<seconds>\d+) s\n",
-            r"has given no sign of life for (?P<seconds>\d+) s\n",
             r"DataLoader timed out after (?P<seconds>\d+) seconds",
         ),
         cause="the run hung for {seconds} s",
         advice="the stacks of the threads are at the end of {run}/logs/attempt-*/rank-*.log: a data worker that was "
         "stopped, a file system that does not answer, a GPU that is gone; then {resume}",
+        can_retry=True,
+    ),
+    KnownFailure(
+        name="frozen_rank",
+        patterns=(
+            r"has given no sign of life for (?P<seconds>\d+) s\n[^\n]*\n +found: process \d+ on (?P<found>[^;\n]+)",
+        ),
+        cause="a rank gave no sign of life for {seconds} s; its process on {found}",
+        advice="it was stopped (SIGSTOP), a file system does not answer, or a library does not return: see the last "
+        "lines of {run}/logs/attempt-*/rank-*.log; then {resume}",
         can_retry=True,
     ),
     KnownFailure(

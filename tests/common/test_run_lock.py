@@ -58,7 +58,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
 def _is_free(run: Path) -> bool:
@@ -124,7 +124,7 @@ def test_a_lock_is_on_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest
                 assert not run.exists()
             lockf(*args)
 
-        monkeypatch.setattr(run_lock.fcntl, "lockf", lock_late)
+        monkeypatch.setattr(fcntl, "lockf", lock_late)
         run_lock.acquire(run, run_lock.LAUNCHER)
         monkeypatch.undo()
     child = os.fork()
@@ -167,7 +167,7 @@ def test_a_file_stands_for_a_lock_that_the_file_system_does_not_have(tmp_path: P
 
 def test_asking_for_a_lock_does_not_take_it(holder: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that starts in this moment would be refused."""
-    monkeypatch.setattr(run_lock.fcntl, "lockf", lambda *_: pytest.fail("it was taken"))
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: pytest.fail("it was taken"))
     assert run_lock.is_held_elsewhere(tmp_path / "a", run_lock.LAUNCHER)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / ".lock-launcher").touch()

@@ -16,7 +16,6 @@ import pytest
 from common import processes, rank_states
 from common.rank_states import FAILED, RankState
 from launcher.rank_watch import RankWatch
-from watch.known_failure import KnownFailure
 from watch.known_failures import find_known
 
 
@@ -38,7 +37,7 @@ def test_a_rank_that_is_stopped_is_ended_with_a_diagnosis(tmp_path: Path, proces
     assert (state.state, state.step, state.exit_code) == (FAILED, 7, 1)
     assert f"process {process.pid}" in state.error and "is stopped by a signal" in state.error
     match = find_known(state.error)
-    assert match is not None and isinstance(match.failure, KnownFailure) and match.failure.can_retry
+    assert match is not None and match.failure.name == "frozen_rank" and "SIGSTOP" in match.cause
 
 
 def test_a_rank_that_writes_its_state_is_left_alone(tmp_path: Path, process: subprocess.Popen[bytes]) -> None:
