@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -133,3 +135,21 @@ def _files(checkpoint: Path) -> Iterator[Path]:
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.suffix != SIDECAR and path != checkpoint / LIST:
             yield path
+
+
+def copy_by_links(source: Path, target: Path) -> Path:
+    """Copy a folder as hard links to its files; where the file system has none, as files.
+
+    Returns:
+        `target`, which replaces what an ended process may have left there.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+
+    def link(file: str, copy: str) -> None:
+        try:
+            os.link(file, copy)
+        except OSError:
+            shutil.copy2(file, copy)
+
+    shutil.copytree(source, target, copy_function=link)
+    return target

@@ -22,6 +22,7 @@ from common.processes import is_alive, start_time
 
 STARTING, IMPORTING, LOADING = "starting", "importing", "loading data"
 TRAINING, VALIDATING, SAVING = "training", "validating", "saving"
+EVALUATING = "evaluating"  # after the last step: rank 0 waits for the last evaluation
 DONE, FAILED, INTERRUPTED = "done", "failed", "interrupted"
 ENDED = (DONE, FAILED, INTERRUPTED)
 RETRYING = "retrying"  # of a run that has failed, and whose launcher may start it again

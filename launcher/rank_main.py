@@ -189,10 +189,17 @@ def _run_training(built: build.Built, folder: RunDir, spec: RunSpec, where: Rank
         log.info("logs:       %s", attempt)
         log.info("metrics:    %s", folder.metrics)
         log.info("curve:      tensorboard --logdir %s", folder.tensorboard)
+    if built.plan.evaluate_every_n_steps and not spec.validate:
+        hang_watch.stop()  # an evaluation has a limit of its own
+        heartbeat.enter_phase(run_status.EVALUATING)  # the end comes after the results: loggers stop at the end
+        if where.rank == 0:
+            evaluation.finish()
+        else:
+            evaluation.wait_for_rank_0(attempt, built.partial.evaluate.minutes)
+        hang_watch.start(heartbeat.record_failure)
     heartbeat.end(RankState(rank=where.rank, state=rank_states.DONE), attempt)
     _wait_for_all()
-    hang_watch.stop()  # an evaluation has a limit of its own
-    evaluation.finish()
+    hang_watch.stop()
     return 0
 
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.lightning.pytorch.optim import OptimizerModule
+from nemo.utils.get_rank import is_global_rank_zero
 
 from training import compat, cpu, evaluation, sigterm
 from training.cut_files import explain_cut_files
@@ -48,7 +49,7 @@ def pretrain(
     if speed is not None:
         speed.before_build(model)
         trainer.callbacks.append(speed)
-    if evaluate is not None and log is not None and evaluate.every_n_steps:
+    if evaluate is not None and log is not None and evaluate.every_n_steps and is_global_rank_zero():
         evaluate.attach(log.ckpt)
         trainer.callbacks.append(evaluate)
     on_cpu = isinstance(trainer.accelerator, pl.accelerators.CPUAccelerator)

@@ -13,11 +13,17 @@ from typing import Any
 
 import pytest
 
+from common import rank_states
+from common.checkpoint_files import copy_by_links
 from common.processes import is_alive
+from common.rank_states import RankState
+from common.run_status import read_status
+from common.rundir import RunDir
 from report.evaluation import harness
 from report.evaluation.result import newest_evaluation
 from tests.training.conftest import SHORT, train
-from training.evaluation import EvaluateCheckpoints, copy_by_links
+from training import evaluation
+from training.evaluation import EvaluateCheckpoints
 
 pytestmark = pytest.mark.nemo
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,10 +47,24 @@ def test_losses_are_those_of_a_run_without_evaluation(sample: Path, forked: Call
     # step 3 was deleted by the run, in mid-evaluation or before it, and its copy is gone too
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step-6"]
     assert not (run / "evaluating").exists()
-    from common.rundir import RunDir
-
     newest = newest_evaluation(RunDir.at(run))
     assert newest is not None and newest.step == 6 and newest.model == "runs/run/checkpoints/step-6"
+    # services are told of the end after the last result, and TensorBoard has it too
+    status = read_status(run / "status.json")
+    assert status is not None and status.ending is not None and evaluated[-1]["time"] <= status.ending.time
+    assert _read_curve(run / "tb", "evaluation_bits_prose/bits_per_byte") == {
+        row["step"]: pytest.approx(row["evaluation"]["bits_prose/bits_per_byte"]) for row in evaluated
+    }
+
+
+def _read_curve(folder: Path, name: str) -> dict[int, float]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    points = {}
+    for file in folder.rglob("events.*"):
+        events = EventAccumulator(str(file)).Reload()
+        points |= {one.step: one.value for one in events.Scalars(name)} if name in events.Tags()["scalars"] else {}
+    return points
 
 
 def test_a_copy_survives_its_source_and_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +106,71 @@ def test_an_evaluation_that_hangs_or_fails_costs_the_run_nothing(
     callback.finish()
     assert len(started) == 2 and not any(is_alive(process.pid) for process in started)
     assert list((run / "evaluating").iterdir()) == []
+
+
+def _save(run: Path, step: int) -> Path:
+    """A folder that counts as a complete checkpoint."""
+    folder = run / "checkpoints" / f"step-{step}"
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / "metadata.json").write_text("{}")
+    return folder
+
+
+def _evaluate_at_once(callback: EvaluateCheckpoints, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The evaluations end as soon as they start; returns the names of what they read."""
+    read: list[str] = []
+
+    def quick(command: list[str], **_: Any) -> Any:
+        read.append(next(word for word in command if "/evaluating/" in word).rpartition("/")[2])
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(subprocess, "Popen", quick)
+    monkeypatch.setattr(subprocess.CompletedProcess, "poll", lambda self: self.returncode, raising=False)
+    return read
+
+
+def test_the_last_checkpoint_is_evaluated_wherever_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """trainer.max_time ends a run at any step."""
+    run = tmp_path / "runs" / "mine"
+    callback = EvaluateCheckpoints(every_n_steps=4, run_dir=str(run))
+    read = _evaluate_at_once(callback, monkeypatch)
+    for step in (2, 4, 6, 7):
+        callback.on_complete(_save(run, step))
+        callback.poll()
+    assert read == ["step-4"]
+    callback.finish()
+    assert read == ["step-4", "step-7"]
+
+
+def test_only_its_own_copies_are_removed(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    callback = EvaluateCheckpoints(every_n_steps=4, run_dir=str(run))
+    other = run / "evaluating" / "step-8"  # of another rank, or of a later attempt
+    other.mkdir(parents=True)
+    callback._waiting = copy_by_links(_save(run, 4), run / "evaluating" / "step-4")
+    callback.stop()
+    assert list((run / "evaluating").iterdir()) == [other]
+
+
+def test_other_ranks_stay_until_rank_0_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun ends rank 0 a minute after the others have left."""
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            RankState(rank=0, state=rank_states.DONE).write(tmp_path)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    for rank in (0, 1):
+        RankState(rank=rank).write(tmp_path)
+    evaluation.wait_for_rank_0(tmp_path, minutes=30)
+    assert len(waits) == 3
+    RankState(rank=0).write(tmp_path)  # it never ends
+    monkeypatch.setattr(time, "sleep", lambda _: monkeypatch.setattr(time, "monotonic", lambda: 1e12))
+    evaluation.wait_for_rank_0(tmp_path, minutes=30)
 
 
 def test_an_evaluation_ends_with_its_rank(tmp_path: Path) -> None:

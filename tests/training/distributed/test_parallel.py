@@ -21,6 +21,7 @@ import pytest
 
 from common import rank_states
 from common.rundir import RunDir
+from report.evaluation import harness
 from tests import fork_server
 
 pytestmark = pytest.mark.nemo
@@ -129,6 +130,20 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
     assert first_steps == pytest.approx(losses(expected), abs=TOLERANCE)
     assert found[-1]["unmasked_tokens"] == found[-1]["consumed_tokens"]["prose"] == 15 * 4 * 256
     assert gates(folder, "dp") == gates(folder, "single")
+
+
+def test_the_last_evaluation_of_two_ranks(folder: Path, sample: Path) -> None:
+    """Both ranks stay until rank 0 has it; a rank that removed the copies would take it away from rank 0."""
+    if not harness.is_installed():
+        pytest.skip("the lm-evaluation-harness is not installed")
+    words = ("trainer.max_steps=5", "evaluate.every_n_steps=5", "evaluate.tasks=bits", "evaluate.limit=2")
+    done = run(folder, sample, "evaluated", "--executor", "local", "--devices", "2", *words)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(folder, "evaluated") if "evaluation" in row] == [5], done.stderr
+    assert not (folder / "runs/evaluated/evaluating").exists()
+    states = rank_states.read(folder / "runs/evaluated/logs/attempt-1")
+    assert [state.state for state in states] == [rank_states.DONE] * 2
+    assert states[0].time <= states[1].time
 
 
 def test_virtual_stages_on_two_ranks_need_unbatched_messages(folder: Path, sample: Path) -> None:
