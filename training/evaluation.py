@@ -3,8 +3,8 @@
 A process of its own shares nothing with the training but the cores: no random numbers, no memory of the GPU, no
 collective. The losses are the same to the last bit with it and without it, and an evaluation that fails or hangs costs
 the run nothing. It reads a copy of the checkpoint made of hard links, which stays complete while the run deletes its
-older checkpoints, and takes no room. It runs at the lowest priority, one at a time, and ends with its rank. Rank 0 alone
-starts evaluations; at the end of a run the other ranks stay until it has the last result.
+older checkpoints, and takes no room. It runs at the lowest priority, one at a time, and ends with its rank. Rank 0
+alone starts evaluations; at the end of a run the other ranks stay until it has the last result.
 """
 
 # NeMo-Run reads the constructor's types: no `from __future__ import annotations`, `Optional` instead of `X | None`
@@ -34,6 +34,7 @@ from training.progress import Progress
 
 log = logging.getLogger("launch")
 COPIES = "evaluating"  # folder of the run with the copies, each until its evaluation has ended
+_MOST_THREADS = 16
 _MARGIN_S = 300.0  # what starting and ending two evaluations may take beyond `minutes` each
 
 
@@ -42,7 +43,7 @@ class EvaluateCheckpoints(pl.Callback):
 
     Args:
         every_n_steps: evaluate the checkpoints whose step is a multiple of this, and the last one; None evaluates none.
-        tasks: as `launch.py evaluate --tasks`.
+        tasks: as `launch.py evaluate --tasks`; None takes its default.
         against: as `--against`; None compares with the base model.
         limit: items of each task at most.
         device: "cpu", or "cuda" where the GPU has memory left beside the training.
@@ -53,7 +54,7 @@ class EvaluateCheckpoints(pl.Callback):
     def __init__(
         self,
         every_n_steps: Optional[int] = None,
-        tasks: str = "cloze,next_line,bits",
+        tasks: Optional[str] = None,
         against: Optional[str] = None,
         limit: Optional[int] = None,
         device: str = "cpu",
@@ -138,6 +139,7 @@ class EvaluateCheckpoints(pl.Callback):
         environ["PYTHONPATH"] = python_path(environ)
         if self.device == "cpu":
             environ["CUDA_VISIBLE_DEVICES"] = ""
+            environ["OMP_NUM_THREADS"] = str(min(_MOST_THREADS, len(os.sched_getaffinity(0))))  # a rank has fewer
         with log_file.open("w") as output:
             self._process = subprocess.Popen(
                 [*command, str(copy), *words, "--runs", str(self.run.path.parent)],
@@ -173,9 +175,9 @@ class EvaluateCheckpoints(pl.Callback):
 
     def finish(self) -> None:
         """Evaluate the last checkpoint, and wait for the evaluations that are left, each for `minutes` at most."""
-        if self.run is not None and (whole := self.run.complete_checkpoints()):
-            if checkpoint_step(whole[-1]) > self._newest:
-                self._take(whole[-1])
+        whole = self.run.complete_checkpoints() if self.run is not None else []
+        if whole and checkpoint_step(whole[-1]) > self._newest:
+            self._take(whole[-1])
         if self._process is not None:
             log.info("evaluation: waiting for the last one; Ctrl-C leaves it out")
         while self._process is not None:

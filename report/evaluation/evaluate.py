@@ -20,8 +20,8 @@ from common.json_files import read_json_object
 from common.rundir import RunDir, checkpoint_step, existing_run, find_checkpoint
 from report.evaluation import harness
 from report.evaluation.comparison import Row, decide, make_row
-from report.evaluation.held_out_text import default_text, read_domains
-from report.evaluation.local_tasks import CACHE, FAMILIES, build_tasks, task_names
+from report.evaluation.held_out_text import default_domains, name_texts, read_domains, warn_of_training_text
+from report.evaluation.local_tasks import CACHE, FAMILIES, build_tasks
 from report.evaluation.request import EvaluateRequest
 from report.evaluation.result import RESULT, Evaluation, find_exporting_run
 
@@ -51,7 +51,9 @@ def evaluate(request: EvaluateRequest) -> Evaluation:
         options = _options(request, paths)
         tasks = harness.load_tasks(names, folder)
         digests = [fingerprint_model(path) for path in paths]
-        scores = [_score(*model, tasks, names, options, folder) for model in zip(paths, digests, strict=True)]
+        # the base comes first: where the time is short, it is stored for the next checkpoint
+        models = reversed(list(zip(paths, digests, strict=True)))
+        scores = [_score(*model, tasks, names, options, folder) for model in models][::-1]
         how = {**asdict(options), "harness": f"lm_eval {harness.check_installed()}", "sha256": digests}
     step = checkpoint_step(checkpoint) if checkpoint is not None and run is not None else None
     name = str(run.checkpoints / f"step-{step}") if run is not None and step is not None else request.model
@@ -69,10 +71,12 @@ def _make_tasks(request: EvaluateRequest, run: RunDir | None) -> tuple[list[str]
     families = [family for family in FAMILIES if family in asked]
     if not families:
         return asked, None
-    domains = read_domains(request.text or default_text(run))
-    folder = build_tasks(domains, families, CACHE)
-    log.info("tasks: %s, from the text of %s (%s)", ", ".join(families), ", ".join(domains), folder)
-    return [*task_names(domains, families), *(name for name in asked if name not in FAMILIES)], folder
+    texts = name_texts(request.text) if request.text else default_domains(run)
+    domains = read_domains(texts)
+    warn_of_training_text(texts.values(), run)
+    folder, names = build_tasks(domains, families, CACHE, required=bool(request.tasks))
+    log.info("tasks: %s, from the text of %s (%s)", ", ".join(names), ", ".join(texts.values()), folder)
+    return [*names, *(name for name in asked if name not in FAMILIES)], folder
 
 
 def _run_of(model: str, root: Path) -> tuple[RunDir | None, Path | None]:
@@ -161,17 +165,28 @@ def _options(request: EvaluateRequest, paths: Sequence[Path]) -> harness.ScoreOp
 def _score(
     path: Path, digest: str, tasks: Any, names: Sequence[str], options: harness.ScoreOptions, folder: Path | None
 ) -> list[harness.TaskScores]:
-    """Score a model, or read what it scored before: the base is compared with every checkpoint of a run."""
-    made_here = folder is not None and all((folder / f"{name}.yaml").is_file() for name in names)
-    key = json.dumps([digest, *names, asdict(options), harness.check_installed()])
-    cached = (folder or CACHE) / f"scores-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-    if made_here and (stored := read_json_object(cached)) is not None:
+    """Score a model, or read what it scored before: the base is compared with every checkpoint of a run.
+
+    The scores of a task that was made here are stored as soon as it is done.
+    """
+    model: Any = None
+    found = []
+    for name in names:
+        key = json.dumps([digest, name, asdict(options), harness.check_installed()])
+        stored = f"scores-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        cached = folder / stored if folder is not None and (folder / f"{name}.yaml").is_file() else None
+        row = read_json_object(cached) if cached is not None else None
+        if row is not None:
+            found.append(harness.TaskScores(**row))
+            continue
+        if model is None:
+            log.info("evaluation: scoring %s on %s (%s)", path, options.device, options.dtype)
+            model = harness.open_model(path, options)
+        found.append(harness.score(model, tasks, name, options))
+        if cached is not None:
+            write_atomic(cached, json.dumps(asdict(found[-1])))
+    if model is None:
         log.info("evaluation: %s has been scored on these items before", path)
-        return [harness.TaskScores(**row) for row in stored["tasks"]]
-    log.info("evaluation: scoring %s on %s (%s)", path, options.device, options.dtype)
-    found = harness.score(path, tasks, names, options)
-    if made_here:
-        write_atomic(cached, json.dumps({"tasks": [asdict(scores) for scores in found]}))
     return found
 
 

@@ -130,22 +130,16 @@ def load_tasks(names: Sequence[str], folder: Path | None, benchmarks: Path = BEN
     return loaded
 
 
-def score(model: Path, tasks: Any, names: Sequence[str], options: ScoreOptions) -> list[TaskScores]:
-    """Score an exported model on the tasks.
-
-    This is the harness's `evaluate`, as its `simple_evaluate` calls it; the latter also runs `pip list` and other
-    programs to describe the machine, which takes longer than a small model.
+def open_model(model: Path, options: ScoreOptions) -> Any:
+    """The harness's wrapper of an exported model.
 
     Args:
         model: a Hugging Face folder.
-        tasks: what `load_tasks` gave.
-        names: as they were asked for; the tasks of a group are put together.
 
     Raises:
-        UserError: the model cannot be loaded, or an item does not fit into memory.
+        UserError: the model cannot be loaded.
     """
     import torch
-    from lm_eval import evaluate
     from lm_eval.models.huggingface import HFLM
 
     from data.tokenizer import eod_id, load_tokenizer
@@ -153,29 +147,50 @@ def score(model: Path, tasks: Any, names: Sequence[str], options: ScoreOptions) 
 
     tokenizer = load_tokenizer(str(model))
     network = load_hf_model(model, getattr(torch, options.dtype)).to(options.device)
-    lm = HFLM(
+    return HFLM(
         pretrained=network,
         tokenizer=tokenizer,
         batch_size=options.batch_size,
         max_length=options.max_length,
         prefix_token_id=eod_id(tokenizer),  # what stood before each document in training
     )
-    for task in tasks["tasks"].values():
+
+
+def score(model: Any, tasks: Any, name: str, options: ScoreOptions) -> TaskScores:
+    """Score a model on a task; the tasks of a group are put together.
+
+    This is the harness's `evaluate`, as its `simple_evaluate` calls it; the latter also runs `pip list` and other
+    programs to describe the machine, which takes longer than a small model.
+
+    Args:
+        model: what `open_model` gave.
+        tasks: what `load_tasks` gave.
+
+    Raises:
+        UserError: an item does not fit into memory.
+    """
+    import torch
+    from lm_eval import evaluate
+
+    leaves = _leaves(name, tasks)
+    own = {leaf: tasks["tasks"][leaf] for leaf in leaves}
+    for task in own.values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=_SEED)
+    only: Any = {"tasks": own, "groups": {}, "group_map": {}}
     try:
         with _bars_on_terminals_only():
-            found = evaluate(lm, task_dict=tasks, limit=options.limit, bootstrap_iters=0, log_samples=True)
+            found = evaluate(model, task_dict=only, limit=options.limit, bootstrap_iters=0, log_samples=True)
     except torch.OutOfMemoryError as error:
         raise UserError(
-            f"{model} does not fit into the memory of {options.device}",
+            f"the model and the task {name} do not fit into the memory of {options.device}",
             expected=f"weights and the logits of {options.batch_size} items",
             found=str(error).split(". ")[0],
             do="--batch-size 1, or --device cpu",
         ) from None
     assert found is not None
-    return [_collect(name, _leaves(name, tasks), found) for name in names]
+    return _collect(name, leaves, found)
 
 
 def _leaves(name: str, tasks: Any) -> list[str]:

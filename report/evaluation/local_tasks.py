@@ -12,24 +12,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
 from common.files import write_atomic
+from report.evaluation.comparison import FEWEST_ITEMS
 
+log = logging.getLogger("launch")
 CACHE = Path("corpora/evaluation")
 FAMILIES = ("cloze", "next_line", "bits")
 ITEMS = 200  # of each task at most; with 200 the standard error of an accuracy is at most 3.5 points
 PASSAGE = 600  # characters of context at most
+LEAST_CONTEXT = 40  # characters
 TEXT = 2000  # characters of an item of bits_DOMAIN: logits of 500 tokens x 151,936 ids are 0.3 GB
 CHOICES = 4
-_FORMAT = 1  # part of the cache's key: items are made anew when this file changes what it makes
-# a word of four letters after a space, or two characters before a Chinese mark
-_TARGET = re.compile(r" [^\W\d_\u4e00-\u9fff]{4,}\b|[\u4e00-\u9fff]{2}(?=[\u3002\uff01\uff1f\uff0c])")
+_FORMAT = 2  # part of the cache's key: items are made anew when this file changes what it makes
+_CHINESE_JAPANESE = r"\u3041-\u30ff\u3400-\u9fff"
+_THAI_LAO_BURMESE_KHMER = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # no spaces between words, and no such marks
+# a word of four letters after a space, or two characters before a Chinese or Japanese mark
+_TARGET = re.compile(
+    rf" [^\W\d_{_CHINESE_JAPANESE}{_THAI_LAO_BURMESE_KHMER}]{{4,}}\b"
+    rf"|[{_CHINESE_JAPANESE}]{{2}}(?=[\u3001\u3002\uff01\uff1f\uff0c])"
+)
 _METRICS = {
     "cloze": [("perplexity", "perplexity", False), ("acc", "mean", True)],
     "next_line": [("acc", "mean", True), ("acc_norm", "mean", True)],
@@ -39,38 +48,58 @@ _OUTPUT = {"cloze": "loglikelihood", "next_line": "multiple_choice", "bits": "lo
 Item = dict[str, Any]
 
 
-def build_tasks(domains: dict[str, list[str]], families: Sequence[str] = FAMILIES, cache: Path = CACHE) -> Path:
-    """Write the tasks of each domain, once for each text.
+def build_tasks(
+    domains: dict[str, list[str]], families: Sequence[str] = FAMILIES, cache: Path = CACHE, *, required: bool = False
+) -> tuple[Path, list[str]]:
+    """Write the tasks of each domain, once for each text. What gives no item is left out, with a warning.
 
     Args:
         domains: domain -> documents.
         families: of `FAMILIES`.
         cache: the folder of such folders.
+        required: leave nothing out: the user has named these families.
 
     Returns:
-        the folder, which holds FAMILY_DOMAIN.yaml and FAMILY_DOMAIN.jsonl.
+        the folder, which holds FAMILY_DOMAIN.yaml and FAMILY_DOMAIN.jsonl, and the names FAMILY_DOMAIN.
 
     Raises:
-        UserError: a text that is too short to make any item of a family.
+        UserError: a text that gives no item of any family, or of one that is `required`.
     """
     text = json.dumps([_FORMAT, sorted(families), domains], ensure_ascii=False, sort_keys=True)
     folder = cache / hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    make = {"cloze": make_cloze, "next_line": make_next_line, "bits": make_bits}
-    for name, documents in domains.items():
+    names = []
+    for domain, documents in domains.items():
         for family in families:
-            task, data = f"{family}_{name}", folder / f"{family}_{name}.jsonl"
-            if not data.is_file():
-                items = list(make[family](documents))
-                if not items:
-                    raise _too_short(task, documents)
-                write_atomic(data, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
-            write_atomic(folder / f"{task}.yaml", _yaml(task, family, data.absolute()))  # names an absolute path
-    return folder
+            items = _write_task(folder, family, domain, documents)
+            if items:
+                names.append(f"{family}_{domain}")
+            elif required:
+                raise _too_short(f"{family}_{domain}", documents)
+            else:
+                log.warning("%s_%s is left out: the text gives no item (%s)", family, domain, _NEEDS[family])
+            if 0 < items < FEWEST_ITEMS:
+                log.warning(
+                    "%s_%s: %d items, and a verdict needs %d: give more text", family, domain, items, FEWEST_ITEMS
+                )
+    if not names:
+        raise _too_short(" and ".join(families), [one for documents in domains.values() for one in documents])
+    return folder, names
 
 
-def task_names(domains: Iterable[str], families: Sequence[str] = FAMILIES) -> list[str]:
-    """Names of the tasks that `build_tasks` makes, by domain."""
-    return [f"{family}_{domain}" for domain in domains for family in families]
+def _write_task(folder: Path, family: str, domain: str, documents: Sequence[str]) -> int:
+    """Write one task, unless its items are there; returns their number."""
+    make = {"cloze": make_cloze, "next_line": make_next_line, "bits": make_bits}
+    task, data = f"{family}_{domain}", folder / f"{family}_{domain}.jsonl"
+    if data.is_file():
+        number = data.read_bytes().count(b"\n")
+    else:
+        items = list(make[family](documents))
+        if not items:
+            return 0
+        write_atomic(data, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
+        number = len(items)
+    write_atomic(folder / f"{task}.yaml", _yaml(task, family, data.absolute()))  # names an absolute path
+    return number
 
 
 def _yaml(task: str, family: str, data: Path) -> str:
@@ -103,11 +132,11 @@ def make_cloze(documents: Sequence[str]) -> Iterator[Item]:
 
 
 def _cloze_of(document: str) -> Iterator[Item]:
-    for start in range(0, len(document) - PASSAGE // 2, PASSAGE):
+    """A document of less than half a passage is one passage."""
+    context = max(LEAST_CONTEXT, min(PASSAGE // 4, len(document) // 2))
+    for start in range(0, max(1, len(document) - PASSAGE // 2), PASSAGE):
         passage = document[start : start + PASSAGE + 40]  # a word that is cut off at its end is not taken
-        targets = [
-            match for match in _TARGET.finditer(passage) if match.start() >= PASSAGE // 4 and match.end() <= PASSAGE
-        ]
+        targets = [match for match in _TARGET.finditer(passage) if match.start() >= context and match.end() <= PASSAGE]
         if targets and passage[: targets[-1].start()].strip():
             yield {"context": passage[: targets[-1].start()], "target": targets[-1].group()}
 
@@ -165,10 +194,18 @@ def _in_turn(streams: list[Iterator[Item]]) -> Iterator[Item]:
         streams = alive
 
 
+_NEEDS = {
+    "cloze": f"words after spaces, or Chinese or Japanese sentences, after {LEAST_CONTEXT} characters or more",
+    "next_line": f"{CHOICES} documents in lines of 20 to 200 characters",
+    "bits": "visible text",
+}
+
+
 def _too_short(task: str, documents: Sequence[str]) -> UserError:
+    needs = _NEEDS.get(next((family for family in FAMILIES if task.startswith(family)), ""), _NEEDS["bits"])
     return UserError(
-        f"the text is too short for the task {task}",
-        expected=f"several documents of {PASSAGE} characters and more, in lines of 20 to 200 characters",
+        f"the text gives no item for {task}",
+        expected=needs,
         found=f"{len(documents)} documents, {sum(map(len, documents)):,} characters",
         do="give more text with --text, or name the other tasks with --tasks",
     )

@@ -63,6 +63,29 @@ def _bring_hellaswag(folder: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
+def _cut_off_at_the_model() -> tuple[list[str], int]:
+    """An evaluation that ends in the second task of the model: what was scored, and how many tasks are stored."""
+    real, order = harness.score, []
+    opened = harness.open_model
+
+    def open_model(path: Path, options: Any) -> Any:
+        order.append(str(path))
+        return opened(path, options)
+
+    def score(model: Any, tasks: Any, name: str, options: Any) -> Any:
+        order.append(name)
+        if len(order) == 7:
+            raise TimeoutError
+        return real(model, tasks, name, options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "open_model", open_model)
+        patch.setattr(harness, "score", score)
+        with pytest.raises(TimeoutError):
+            evaluate(request("worse", "base", limit=6))
+    return order, len(list(Path("corpora/evaluation").glob("*/scores-*.json")))
+
+
 def _models() -> dict[str, Any]:
     from safetensors.torch import load_file, save_file
 
@@ -79,6 +102,7 @@ def _models() -> dict[str, Any]:
     weights["model.norm.weight"] *= 10  # as sure of wrong words as of right ones
     save_file(weights, "worse/model.safetensors", {"format": "pt"})
 
+    order, cut_off = _cut_off_at_the_model()
     same = evaluate(request("exported", "base", limit=6))
     run = evaluate(request("zero", limit=6))
     worse = evaluate(request("worse", "base", tasks="cloze"))
@@ -88,6 +112,8 @@ def _models() -> dict[str, Any]:
 
     (tasks,) = (file.parent for file in Path("corpora/evaluation").glob("*/bits_text.yaml"))
     return {
+        "order": order,
+        "cut_off": cut_off,
         "same": same,
         "run": run,
         "worse": worse,
@@ -135,6 +161,9 @@ def _errors() -> dict[str, str]:
 
 def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
     found = forked(_models)
+    # the base comes first, and each task is stored: the next checkpoint need not score it again
+    tasks = ["cloze_text", "next_line_text", "bits_text"]
+    assert (found["order"], found["cut_off"]) == (["base", *tasks, "worse", *tasks[:2]], 4)
     # an export after zero steps, as a folder and as a run, scores as its base to the last bit
     for one in (found["same"], found["run"]):
         assert len(one.rows) == 5
