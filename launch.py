@@ -405,21 +405,21 @@ def card(
 def push(
     folder: Annotated[Path, typer.Argument(help="An exported Hugging Face folder with its model card.")],
     repo: Annotated[str, typer.Argument(help="OWNER/NAME on the hub.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show files and sizes, send nothing.")] = False,
+    send: Annotated[bool, typer.Option("--send", help="Upload; without it files and sizes are shown.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody; else private.")] = False,
 ) -> None:
-    """Upload an export to the Hugging Face hub, as a private model. The token is read from HF_TOKEN."""
+    """Show what of an export would go to the Hugging Face hub; with --send upload it, as a private model."""
     from rich.console import Console
 
     from report.push import plan_upload
-    from report.push import push as send
+    from report.push import push as upload_files
 
     _console()
     upload = plan_upload(folder, repo, private=not public)
     Console().print(upload.table())
     for name in upload.left_out:
         print(f"not sent: {name}")
-    print("dry run: nothing was sent" if dry_run else send(upload))
+    print(upload_files(upload) if send else "nothing was sent; the same command with --send uploads these files")
 
 
 @app.command(rich_help_panel=MACHINE)

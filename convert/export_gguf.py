@@ -57,7 +57,8 @@ def export_gguf(folder: Path, output: Path, kind: str = "bf16") -> Path:
         kind: one of `TYPES`.
 
     Raises:
-        UserError: not a Qwen2 model with safetensors, or a tokenizer that llama.cpp does not know.
+        UserError: not a Qwen2 model with safetensors, one without a token that ends a text, or a tokenizer that
+            llama.cpp does not know.
     """
     import gguf
 
@@ -65,12 +66,12 @@ def export_gguf(folder: Path, output: Path, kind: str = "bf16") -> Path:
 
     check_request(folder, output, kind)
     model = HFFolder(folder)
-    split = _find_pre_tokenizer(folder)
+    split, eos = _find_pre_tokenizer(folder), _end_of_text(model)
     part = output.with_name(f".{output.name}.{os.getpid()}")
     try:
         writer = gguf.GGUFWriter(part, "qwen2")
         _add_model(writer, model, output.stem, kind)
-        _add_tokenizer(writer, folder, split, model.arch.vocab_size)
+        _add_tokenizer(writer, folder, split, model.arch.vocab_size, eos)
         for name, numbers, stored in _converted(model, kind):
             writer.add_tensor(name, numbers, raw_dtype=stored)
         writer.write_header_to_file()
@@ -78,6 +79,7 @@ def export_gguf(folder: Path, output: Path, kind: str = "bf16") -> Path:
         writer.write_tensors_to_file()
         writer.close()
         error = _largest_error(part, model)
+        _check_tokenizer(part, folder, eos)
         part.rename(output)
     finally:
         part.unlink(missing_ok=True)
@@ -123,7 +125,25 @@ def _add_model(writer: Any, model: Any, name: str, kind: str) -> None:
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _add_tokenizer(writer: Any, folder: Path, split: str, vocab_size: int) -> None:
+def _end_of_text(model: Any) -> int:
+    """`eos_token_id` of config.json; of a list, which GGUF has no place for, the first.
+
+    Raises:
+        UserError: it is missing or no id of the vocabulary: llama.cpp would never end a text.
+    """
+    ids = model.config.get("eos_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    if isinstance(first, int) and not isinstance(first, bool) and 0 <= first < model.arch.vocab_size:
+        return first
+    raise UserError(
+        f"{model.path} has no token that ends a text",
+        expected=f"eos_token_id in config.json, from 0 to {model.arch.vocab_size - 1:,}",
+        found=repr(ids),
+        do="copy it from the base model's config.json",
+    )
+
+
+def _add_tokenizer(writer: Any, folder: Path, split: str, vocab_size: int, eos: int) -> None:
     """Tokens, merges, special tokens and chat template; ids that no token has are unused ones."""
     import gguf
 
@@ -138,6 +158,7 @@ def _add_tokenizer(writer: Any, folder: Path, split: str, vocab_size: int) -> No
     writer.add_token_list([word for word, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
     special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+    special.special_token_ids["eos"] = eos  # the library prefers tokenizer_config.json, and takes none from a list
     special.add_special_token.pop("bos", None)
     special.add_to_gguf(writer, quiet=True)
     writer.add_add_bos_token(False)  # Qwen's tokenizer puts nothing in front of a text
@@ -151,15 +172,52 @@ def _find_pre_tokenizer(folder: Path) -> str:
     """
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     parts = tokenizer.get("pre_tokenizer") or {}
-    patterns = [part.get("pattern", {}).get("Regex") for part in parts.get("pretokenizers", [parts])]
-    if tokenizer["model"].get("type") == "BPE" and _QWEN2 in patterns:
+    steps = parts.get("pretokenizers", [parts])
+    normalizer = (tokenizer.get("normalizer") or {}).get("type")
+    # llama.cpp reads text as it is: NFC changes only text that is not in that form, which little text is not
+    if tokenizer["model"].get("type") == "BPE" and normalizer in (None, "NFC") and _cuts_as_qwen2(steps):
         return "qwen2"
+    patterns = [step.get("pattern", {}).get("Regex") or step.get("type") for step in steps]
     raise UserError(
         "llama.cpp does not know this tokenizer",
-        expected="a byte-level BPE that cuts text as Qwen2's does",
-        found=f"{tokenizer['model'].get('type')} with {patterns}",
+        expected="a byte-level BPE that cuts text as Qwen2's does, after NFC",
+        found=f"{tokenizer['model'].get('type')} with {patterns} after {normalizer}",
         do="use the export in transformers or vLLM",
     )
+
+
+def _cuts_as_qwen2(steps: list[dict[str, Any]]) -> bool:
+    """Qwen2's expression, each match a word, and then bytes."""
+    wanted: list[dict[str, Any]] = [
+        {"type": "Split", "pattern": {"Regex": _QWEN2}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+    return len(steps) == 2 and all(
+        step.get(key) == value for step, other in zip(steps, wanted, strict=True) for key, value in other.items()
+    )
+
+
+def _check_tokenizer(file: Path, folder: Path, eos: int) -> None:
+    """Read the file back: the end of a text, and which tokens are control tokens.
+
+    Raises:
+        UserError: they are not those of the folder.
+    """
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    special = {added["id"] for added in tokenizer.get("added_tokens", []) if added["special"]}
+    kinds = fields["tokenizer.ggml.token_type"].contents()
+    found = {number for number, kind in enumerate(kinds) if kind == gguf.TokenType.CONTROL}
+    end = fields["tokenizer.ggml.eos_token_id"].contents()
+    if end != eos or found != special:
+        raise UserError(
+            "the GGUF file has another end of text or other control tokens",
+            expected=f"{eos} and {len(special)} control tokens",
+            found=f"{end} and {len(found)}",
+            do="report it, with the version of the gguf package",
+        )
 
 
 def _largest_error(file: Path, model: Any) -> float:

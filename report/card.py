@@ -5,6 +5,7 @@ The front matter and the text outside the two marker lines are the user's: writi
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,8 @@ from common.files import write_atomic
 from common.hub import is_hub_id
 from common.rundir import RUNS, RunDir
 from common.small_files import parse_yaml
-from report.analysis import blend_domains, compute_changes, compute_tokens, get_progress, planned_replay_share
+from data.prepare.input_files import HUB
+from report.analysis import Progress, compute_changes, compute_tokens, get_progress, planned_replay_share
 from report.configuration import configuration_tables
 from report.evaluation.comparison import RULE
 from report.evaluation.result import RESULT, Evaluation, find_exporting_run, newest_evaluation, read_evaluation
@@ -34,13 +36,14 @@ _COMMENTS = {
     "language": "codes such as en and zh",
     "base_model": "the hub id of the model that this one started from",
 }
+_HUB_SOURCE = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)")
 _FRONT = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
 
 
 def write_card(
     folder: Path, run: RunDir | None = None, front_matter: Mapping[str, Any] | None = None, root: Path = RUNS
 ) -> Path:
-    """Write or renew the model card of an exported folder.
+    """Write or renew the model card of an exported folder: the run as it was when the exported checkpoint was saved.
 
     Args:
         run: the run that it was exported from; default: the one whose export.json names the folder.
@@ -96,16 +99,22 @@ def read_front_matter(card: str, path: Path) -> tuple[dict[str, Any], str]:
 def _front_matter(files: RunFiles | None) -> dict[str, Any]:
     """What the hub's search and widgets read (its page "Model Cards")."""
     base = str(files.records.get("base.json", {}).get("source", "")) if files else ""
-    data = [str(domain.get("name")) for domain in blend_domains(files)] if files else []
     front: dict[str, Any] = {"license": FILL_IN, "library_name": "transformers", "pipeline_tag": "text-generation"}
     if base:
         front["base_model"] = base if is_hub_id(base) else FILL_IN
         front["base_model_relation"] = "finetune"
-    if corpora := data or ([Path(folder).name for folder in files.records.get("data.json", {})] if files else []):
-        front["datasets"] = corpora
+    if data := _hub_data_sets(files):
+        front["datasets"] = data
     front["language"] = FILL_IN
     front["tags"] = ["continual-pretraining" if base else "pretraining", "qwen2", "nemo"]
     return front
+
+
+def _hub_data_sets(files: RunFiles | None) -> list[str]:
+    """The data sets of the hub that the corpora were made from: the hub makes links of them, own files have none."""
+    manifests = files.records.get("data.json", {}).values() if files else []
+    paths = [str(source.get("path", "")) for manifest in manifests for source in manifest.get("sources", [])]
+    return sorted({match[1] for path in paths if (match := _HUB_SOURCE.match(path))})
 
 
 def _front_text(front: Mapping[str, Any]) -> str:
@@ -130,9 +139,31 @@ def _body(folder: Path, files: RunFiles | None) -> str:
     if files is None:
         parts = ["The run that this model came from is not on the machine where this card was written."]
         return "\n\n".join(parts + ([evaluation_section(found)] if found else []))
-    found = found or newest_evaluation(files.run)
-    sections = [_training(files), _validation(files), evaluation_section(found) if found else "", _passport(files)]
+    step = _exported_step(folder, files)
+    found = found or (newest_evaluation(files.run) if step is None else read_evaluation(files.run.evaluation(step)))
+    now = files if step is None else _cut(files, step)
+    sections = [_training(now, step), _validation(now), evaluation_section(found) if found else "", _passport(files)]
     return "\n\n".join(section for section in [*sections, _reproduce(files)] if section)
+
+
+def _exported_step(folder: Path, files: RunFiles) -> int | None:
+    """The step of the checkpoint that the folder was exported from; None where the run's newest export is another."""
+    record = files.records.get("export.json", {})
+    output, name = str(record.get("output", "")), Path(str(record.get("checkpoint", ""))).name
+    if Path(output).resolve() != folder.resolve() or not re.fullmatch(r"step-\d+", name):
+        return None
+    return int(name.removeprefix("step-"))
+
+
+def _cut(files: RunFiles, step: int) -> RunFiles:
+    """The run as it was at this step."""
+    train, validation = ([row for row in rows if row["step"] <= step] for rows in (files.train, files.validation))
+    return dataclasses.replace(files, train=train, validation=validation)
+
+
+def _named(model: str) -> str:
+    """A hub id or a path within the project as it is; of another path, which is this machine's, the last part."""
+    return Path(model).name if Path(model).expanduser().is_absolute() else model
 
 
 def table(columns: list[str], rows: list[list[str]], *, numbers: bool = True) -> str:
@@ -147,10 +178,13 @@ def table(columns: list[str], rows: list[list[str]], *, numbers: bool = True) ->
     )
 
 
-def _training(files: RunFiles) -> str:
-    base = files.records.get("base.json", {}).get("source")
+def _training(files: RunFiles, step: int | None) -> str:
+    base = _named(str(files.records.get("base.json", {}).get("source", "")))
     lines = ["## Training", f"Continued pretraining of `{base}`, all parameters." if base else "Trained from scratch."]
-    lines.append(f"Recipe `{files.records.get('spec.json', {}).get('recipe', NONE)}`: {get_progress(files)}.")
+    progress = get_progress(files)
+    if step is not None:  # what is logged may end a few steps before a checkpoint
+        progress = Progress(step, progress.planned, failed=False)
+    lines.append(f"Recipe `{files.records.get('spec.json', {}).get('recipe', NONE)}`: {progress}.")
     shown = configuration_tables(files)
     rows = [[name, value] for title in ("Batch", "Schedule") for name, value in shown.get(title, [])]
     if rows:
@@ -197,7 +231,11 @@ def evaluation_section(found: Evaluation) -> str:
         rows.append(cells)
     how = f"{found.how.get('harness', 'lm_eval')}, {found.how.get('dtype')}, on {found.how.get('device')}"
     about = f"Scored with the lm-evaluation-harness ({how})."
-    about += f" Beside `{found.base}` on the same items; ± is the paired standard error. {RULE}." if compared else ""
+    about += (
+        f" Beside `{_named(str(found.base))}` on the same items; ± is the paired standard error. {RULE}."
+        if compared
+        else ""
+    )
     return "\n\n".join(
         ["## Evaluation, before and after" if compared else "## Evaluation", about, table(columns, rows)]
     )

@@ -1,4 +1,4 @@
-"""Upload an exported model to the Hugging Face hub: checked before anything is sent, private unless asked otherwise."""
+"""Upload an exported model to the Hugging Face hub: checked and shown before anything is sent, private by default."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("launch")
 TOKEN = "HF_TOKEN"
-# what an export consists of; anything else in the folder is named and not sent
-SENT = ("*.safetensors", "*.json", "merges.txt", "chat_template.jinja", "*.gguf", "LICENSE*", CARD)
+INDEX = "model.safetensors.index.json"
+# beside the weights; anything else in the folder is named and not sent. evaluation.json stays, because it holds paths
+# of this machine: its table is in the card
+SENT = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", INDEX),
+    *("*.gguf", "LICENSE*", CARD),
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,8 @@ def plan_upload(folder: Path, repo: str, *, private: bool = True) -> Upload:
     _check_model(folder)
     _check_card(folder)
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-    sent = [name for name in names if (folder / name).is_file() and any(fnmatch.fnmatch(name, p) for p in SENT)]
+    patterns = (*SENT, *_weights(folder))
+    sent = [name for name in names if (folder / name).is_file() and any(fnmatch.fnmatch(name, p) for p in patterns)]
     files = {name: (folder / name).stat().st_size for name in sent}
     return Upload(folder, repo, private, files, [name for name in names if name not in files])
 
@@ -150,8 +157,14 @@ def _check_repo(repo: str) -> None:
             f"{repo!r} cannot name a repository",
             expected="OWNER/NAME of letters, digits and . _ -",
             found=repr(repo),
-            do="python launch.py push models/mine my-name/my-model --dry-run",
+            do="python launch.py push models/mine my-name/my-model",
         )
+
+
+def _weights(folder: Path) -> list[str]:
+    """The weight files that the index names; without one the only one."""
+    index = read_json_object(folder / INDEX)
+    return sorted(set(index.get("weight_map", {}).values())) if index else ["model.safetensors"]
 
 
 def _check_model(folder: Path) -> None:
@@ -160,9 +173,7 @@ def _check_model(folder: Path) -> None:
     Raises:
         UserError: one of them is missing or empty.
     """
-    index = read_json_object(folder / "model.safetensors.index.json")
-    weights = set(index.get("weight_map", {}).values()) if index else {"model.safetensors"}
-    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", *sorted(weights)]
+    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", *_weights(folder)]
     missing = [name for name in wanted if not (folder / name).is_file() or not (folder / name).stat().st_size]
     if missing:
         raise UserError(

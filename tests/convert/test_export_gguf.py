@@ -85,17 +85,75 @@ def test_llama_cpp_generates_what_transformers_does(exported: Path, forked: Call
     assert texts[0] == texts[1] and len(texts[0]) > 20 and lengths[0] == lengths[1]
 
 
+def _with(folder: Path, name: str, file: str, **changes: Any) -> Path:
+    """A copy of the model in which a JSON file has other values; None removes one."""
+    shutil.copytree(folder, name)
+    path = Path(name) / file
+    told = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in told.items() if value is not None}))
+    return Path(name)
+
+
+def _ends_of_text(exported: Path) -> tuple[dict[str, int], list[list[str]], list[str]]:
+    """eos in the files of three folders; their control tokens; the errors of two folders without an end."""
+    import gguf
+
+    told = json.loads((exported / "tokenizer.json").read_text())
+    other = next(word for word, number in told["model"]["vocab"].items() if number == 7)
+    added = [*told["added_tokens"], {**told["added_tokens"][0], "id": 7, "content": other, "special": True}]
+    ends, control, errors = {}, [], []
+    # tokenizer_config.json of an instruct model names another token than config.json of the base
+    named = _with(exported, "named", "tokenizer_config.json", eos_token=other)
+    (named / "tokenizer.json").write_text(json.dumps({**told, "added_tokens": added}))
+    _with(exported, "several", "config.json", eos_token_id=[3, 0])
+    for name, folder in {"same": exported, "named": named, "several": Path("several")}.items():
+        reader = gguf.GGUFReader(export_gguf(folder, Path(f"{name}.gguf")))
+        ends[name] = reader.fields["tokenizer.ggml.eos_token_id"].contents()
+        words, kinds = (reader.fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "token_type"))
+        control.append([w for w, kind in zip(words, kinds, strict=True) if kind == gguf.TokenType.CONTROL])
+        assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "output_norm.weight"}
+        assert "output.weight" not in {tensor.name for tensor in reader.tensors}  # tied
+    for name, end in {"none": None, "beyond": 10**6}.items():
+        try:
+            export_gguf(_with(exported, name, "config.json", eos_token_id=end), Path(f"{name}.gguf"))
+        except UserError as error:
+            errors.append(error.explain())
+    return ends, control, errors
+
+
 @needs_gguf
 @pytest.mark.nemo
-def test_a_tokenizer_that_llama_cpp_does_not_know(exported: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
-    shutil.copytree(exported, tmp_path / "other")
-    file = tmp_path / "other/tokenizer.json"
-    told = json.loads(file.read_text())
-    told["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    file.write_text(json.dumps(told))
-    with pytest.raises(UserError, match="does not know this tokenizer"):
-        forked(export_gguf, tmp_path / "other", tmp_path / "other.gguf")
-    assert list(tmp_path.glob("*.gguf")) == [] and list(tmp_path.glob(".*.gguf*")) == []
+def test_the_end_of_a_text_is_that_of_config_json(exported: Path, forked: Callable[..., Any]) -> None:
+    ends, control, errors = forked(_ends_of_text, exported)
+    assert ends == {"same": 0, "named": 0, "several": 3}
+    assert control[0] == control[2] == ["<|endoftext|>"] and len(control[1]) == 2
+    assert len(errors) == 2 and all("has no token that ends a text" in error for error in errors)
+
+
+def _refusals(exported: Path) -> list[str]:
+    told = json.loads((exported / "tokenizer.json").read_text())
+    steps = told["pre_tokenizer"]["pretokenizers"]
+    changes: dict[str, dict[str, Any]] = {
+        "bytes": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}},
+        "prefix": {
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [steps[0], {**steps[1], "add_prefix_space": 1}]}
+        },
+        "nfkc": {"normalizer": {"type": "NFKC"}},
+    }
+    found = []
+    for name, change in changes.items():
+        try:
+            export_gguf(_with(exported, name, "tokenizer.json", **change), Path(f"{name}.gguf"))
+        except UserError as error:
+            found.append(error.what)
+    return [*found, *(path.name for path in Path().glob("*.gguf*")), *(path.name for path in Path().glob(".*.gguf*"))]
+
+
+@needs_gguf
+@pytest.mark.nemo
+def test_a_tokenizer_that_llama_cpp_does_not_know(exported: Path, forked: Callable[..., Any]) -> None:
+    """Another expression, another byte level, another normaliser; nothing is left behind."""
+    assert forked(_refusals, exported) == ["llama.cpp does not know this tokenizer"] * 3
 
 
 def _difference(exported: Path, kind: str) -> float:

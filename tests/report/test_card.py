@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import yaml
 
 import launch
 from common.errors import UserError
+from common.rundir import RunDir
 from report.card import BEGIN, END, FILL_IN, read_front_matter, write_card
 from report.evaluation.comparison import decide, make_row
 from report.evaluation.result import Evaluation
@@ -43,7 +45,7 @@ def front_matter(folder: Path) -> dict[str, Any]:
 def test_a_card_says_what_was_trained_and_what_came_of_it(exported: Path) -> None:
     text = write_card(exported).read_text()
     front = front_matter(exported)
-    assert front["library_name"] == "transformers" and front["datasets"] == ["code", "prose"]
+    assert front["library_name"] == "transformers" and "datasets" not in front
     assert front["license"] == front["language"] == FILL_IN and "continual-pretraining" in front["tags"]
     assert front["base_model"] == "exports/base" and front["base_model_relation"] == "finetune"
     for said in (
@@ -57,6 +59,33 @@ def test_a_card_says_what_was_trained_and_what_came_of_it(exported: Path) -> Non
         "python launch.py --recipe qwen25_tiny_cpt --name cpt-replay",
     ):
         assert said in text, said
+
+
+def test_an_older_checkpoint_is_described_as_it_was(exported: Path) -> None:
+    """The run went on after the checkpoint that was exported."""
+    run = RunDir.at(Path("runs/cpt-replay"))
+    record = json.loads(run.export.read_text())
+    run.export.write_text(json.dumps({**record, "checkpoint": "runs/cpt-replay/checkpoints/step-200"}))
+    text = write_card(exported).read_text()
+    assert "unfinished, step 200 of 400" in text and "at step 200;" in text
+    assert "| code | new | 307K | 75.0% | 2.36 |" in text and "614K" not in text and "3.710" not in text
+    assert "## Evaluation" not in text  # that of step 400
+    older = dataclasses.replace(evaluation(str(Path("exports/base").absolute())), step=200)
+    older.save(run.evaluation(200))
+    text = write_card(exported).read_text()
+    assert "Beside `base` on the same items" in text and str(Path.cwd()) not in text
+
+
+def test_data_sets_are_those_of_the_hub(exported: Path) -> None:
+    """The hub makes links of them; the names of domains are in the table."""
+    run = RunDir.at(Path("runs/cpt-replay"))
+    manifests = json.loads(run.data.read_text())
+    paths = ["hf://datasets/HuggingFaceFW/fineweb-edu@0123abc/sample/a.parquet", "/data/own.jsonl"]
+    for manifest in manifests.values():
+        manifest["sources"] = [{"path": path, "bytes": 1, "sha256": "0"} for path in paths]
+    run.data.write_text(json.dumps(manifests))
+    write_card(exported)
+    assert front_matter(exported)["datasets"] == ["HuggingFaceFW/fineweb-edu"]
 
 
 def test_what_the_user_wrote_stays(exported: Path) -> None:

@@ -133,28 +133,32 @@ def model(tmp_path: Path) -> Path:
         (folder / name).write_text("{}")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * 100)
     (folder / "README.md").write_text(CARD)
-    (folder / "notes.txt").write_text("not for others")
+    for name in NOT_SENT:
+        (folder / name).write_text("not for others")
     (folder / ".cache").mkdir()
     return folder
 
 
+NOT_SENT = ("evaluation.json", "model-old.safetensors", "notes.txt", "secrets.json")
+
+
 def test_a_private_upload(hub: Hub, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch._run(["push", str(model), "me/mine"]) == 0
-    sent = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file() and path.name != "notes.txt"}
+    assert launch._run(["push", str(model), "me/mine", "--send"]) == 0
+    sent = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file() and path.name not in NOT_SENT}
     assert hub.files == sent and hub.repos["me/mine"] is True and hub.commits == 1
     assert {f"Bearer {SECRET}"} == {
         token for method, path, token in hub.asked if path.startswith("/api/models/me/mine")
     }
     out, err = capsys.readouterr()
-    assert "me/mine (private)" in out and "not sent: notes.txt" in out and "commit/abc" in out
+    assert "me/mine (private)" in out and all(f"not sent: {name}" in out for name in NOT_SENT) and "commit/abc" in out
     assert SECRET not in out + err
-    assert launch._run(["push", str(model), "me/mine"]) == 0  # again, into the same one
+    assert launch._run(["push", str(model), "me/mine", "--send"]) == 0  # again, into the same one
     assert hub.commits == 2 and hub.repos["me/mine"] is True
 
 
-def test_a_dry_run_sends_nothing(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_nothing_is_sent_unless_asked(hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    assert launch._run(["push", str(model), "me/mine", "--dry-run"]) == 0
+    assert launch._run(["push", str(model), "me/mine"]) == 0
     out = capsys.readouterr().out
     assert "model.safetensors" in out and "0.03" in out and "nothing was sent" in out
     assert hub.asked == []
