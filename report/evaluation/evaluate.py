@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint_files import check_undamaged
+from common.checkpoint_files import check_undamaged, copy_by_links
 from common.errors import UserError
 from common.files import write_atomic
 from common.hub import check_model_name
@@ -46,7 +47,8 @@ def evaluate(request: EvaluateRequest) -> Evaluation:
     against = None if against in (None, "none") else against
     names, folder = _make_tasks(request, run)
     with contextlib.ExitStack() as stack:
-        paths = [stack.enter_context(_as_folder(request.model, root))]
+        # by the checkpoint found above: the run may have saved another since
+        paths = [stack.enter_context(_as_folder(str(checkpoint or request.model), root))]
         paths += [stack.enter_context(_as_folder(against, root))] if against else []
         options = _options(request, paths)
         tasks = harness.load_tasks(names, folder)
@@ -104,7 +106,11 @@ def _base_of(run: RunDir | None) -> str | None:
 
 @contextlib.contextmanager
 def _as_folder(model: str, root: Path) -> Iterator[Path]:
-    """The model as a Hugging Face folder: itself, or an export that is removed at the end of the block."""
+    """The model as a Hugging Face folder: itself, or an export that is removed at the end of the block.
+
+    Raises:
+        UserError: the run deleted the checkpoint just now.
+    """
     if (Path(model) / "config.json").is_file() or existing_run(model, root) is None:
         from convert.hf import fetch_model
 
@@ -113,10 +119,28 @@ def _as_folder(model: str, root: Path) -> Iterator[Path]:
     from convert.export_hf import export_hf
 
     checkpoint = find_checkpoint(model, root)
-    check_undamaged(checkpoint)
-    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=checkpoint.parent) as folder:
+    of_run = checkpoint.parent.name == "checkpoints"
+    beside = checkpoint.resolve().parents[1] if of_run else checkpoint.parent
+    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=beside) as folder:
         log.info("evaluation: exporting %s", checkpoint)
+        if of_run:  # a run that trains deletes its older checkpoints
+            checkpoint = _copy(checkpoint, Path(folder) / checkpoint.name)
+        check_undamaged(checkpoint)
         yield export_hf(checkpoint, Path(folder) / "model")
+
+
+def _copy(checkpoint: Path, target: Path) -> Path:
+    try:
+        return copy_by_links(checkpoint, target)
+    except (FileNotFoundError, shutil.Error) as error:
+        if checkpoint.is_dir():
+            raise
+        raise UserError(
+            f"{checkpoint} is gone",
+            expected="a checkpoint that stays until it is read",
+            found="its run has deleted it just now, after a newer one",
+            do="the same command again, which takes the newest",
+        ) from error
 
 
 def _options(request: EvaluateRequest, paths: Sequence[Path]) -> harness.ScoreOptions:

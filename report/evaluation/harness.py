@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from report.evaluation.benchmark_folders import describe_folders
 from report.evaluation.comparison import Score
 
 BENCHMARKS = Path("corpora/benchmarks")  # where the data of the harness's own tasks are looked for, as OWNER/NAME
@@ -117,7 +118,8 @@ def load_tasks(names: Sequence[str], folder: Path | None, benchmarks: Path = BEN
     if unknown := [name for name in names if not _is_local(name, folder) and name not in places]:
         raise _unknown_task(unknown[0], list(places))
     folders = [*([folder] if folder else []), *{places[name] for name in names if name in places}]
-    manager = TaskManager(include_path=[str(one) for one in folders], include_defaults=False)
+    manager = TaskManager(include_path=[str(one.absolute()) for one in folders], include_defaults=False)
+    describe_folders(benchmarks)
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with _working_folder(benchmarks):  # where `datasets` looks for OWNER/NAME before it asks the hub
         for name in names:
@@ -279,13 +281,22 @@ def _unknown_task(name: str, known: Sequence[str]) -> UserError:
 def _missing_data(name: str, definition: Path | None, benchmarks: Path, error: Exception) -> UserError:
     """The error for a task whose data set cannot be loaded, with the commands that bring it."""
     wanted = _data_sets(definition) or ["OWNER/NAME"]
+    here = [str(benchmarks / one) for one in wanted if (benchmarks / one).is_dir()]
     bring = "; ".join(
         f"huggingface-cli download {one} --repo-type dataset --local-dir {benchmarks / one}" for one in wanted
     )
+    found = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}"
+    if here:
+        return UserError(
+            f"the data of the task {name} cannot be read",
+            expected=f"in {', '.join(here)}: the splits as Parquet files, of several configurations in CONFIG/SPLIT/",
+            found=found,
+            do=f"remove the folder, and on a machine with network: {bring} --revision refs/convert/parquet",
+        )
     return UserError(
         f"the data of the task {name} are not on this machine",
         expected=f"{', '.join(str(benchmarks / one) for one in wanted)}, or a cache of `datasets` that holds them",
-        found=f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0][:200]}",
+        found=found,
         do=f"on a machine with network: {bring}; then copy the folder here. Nothing is downloaded by evaluate itself",
     )
 

@@ -63,6 +63,40 @@ def _bring_hellaswag(folder: Path) -> None:
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data" / f"{split}-00000-of-00001.parquet")
 
 
+def _score_subjects() -> list[tuple[str, str, int]]:
+    """A group of tasks, each with a configuration of one data set, in the layout of refs/convert/parquet."""
+    import pyarrow
+    from pyarrow import parquet
+
+    definitions = Path("definitions")
+    definitions.mkdir()
+    data = Path("corpora/benchmarks/ceval/ceval-exam")
+    for number, subject in enumerate(("law", "art")):
+        rows = [{"question": f"{WORDS[i]}?", "choices": WORDS[:4], "answer": i % 4} for i in range(5 + 2 * number)]
+        for split in ("dev", "val", "test"):
+            (data / subject / split).mkdir(parents=True)
+            parquet.write_table(pyarrow.Table.from_pylist(rows), data / subject / split / "0000.parquet")
+        task = {
+            "task": f"subjects_{subject}",
+            "dataset_path": "ceval/ceval-exam",
+            "dataset_name": subject,
+            "validation_split": "val",
+            "fewshot_split": "dev",
+            "output_type": "multiple_choice",
+            "doc_to_text": "question",
+            "doc_to_choice": "choices",
+            "doc_to_target": "answer",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+        (definitions / f"subjects_{subject}.yaml").write_text(json.dumps(task))
+    group = {"group": "subjects", "task": ["subjects_law", "subjects_art"]}
+    (definitions / "subjects.yaml").write_text(json.dumps(group))
+    tasks = harness.load_tasks(["subjects"], definitions)
+    options = harness.ScoreOptions("cpu", "float32", 256, 4, None)
+    found = harness.score(harness.open_model(Path("base"), options), tasks, "subjects", options)
+    return [("subjects", metric, len(scores)) for metric, scores in found.metrics.items()]
+
+
 def _cut_off_at_the_model() -> tuple[list[str], int]:
     """An evaluation that ends in the second task of the model: what was scored, and how many tasks are stored."""
     real, order = harness.score, []
@@ -104,7 +138,9 @@ def _models() -> dict[str, Any]:
 
     order, cut_off = _cut_off_at_the_model()
     same = evaluate(request("exported", "base", limit=6))
-    run = evaluate(request("zero", limit=6))
+    with pytest.MonkeyPatch.context() as patch:  # the run deletes the checkpoint while it is read
+        patch.setattr("report.evaluation.evaluate.check_undamaged", lambda _: shutil.rmtree("runs/zero/checkpoints"))
+        run = evaluate(request("zero", limit=6))
     worse = evaluate(request("worse", "base", tasks="cloze"))
     _bring_hellaswag(Path("corpora/benchmarks/Rowan/hellaswag"))
     brought = evaluate(request("exported", "base", tasks="hellaswag"))
@@ -119,8 +155,9 @@ def _models() -> dict[str, Any]:
         "worse": worse,
         "brought": brought,
         "files": [newest_evaluation(RunDir("zero")), read_evaluation(Path("exported/evaluation.json"))],
-        "left": sorted(path.name for path in Path("runs/zero/checkpoints").iterdir()),
+        "left": sorted(path.name for path in Path("runs/zero").iterdir()),
         "reference": _scored_by_the_harness_alone(tasks),
+        "subjects": _score_subjects(),
         "errors": _errors(),
     }
 
@@ -171,7 +208,9 @@ def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
             (row.base, 0.0, "same") for row in one.rows
         ]
     assert (found["run"].step, found["run"].base) == (0, "base")
-    assert found["files"] == [found["run"], found["brought"]] and found["left"] == ["step-0"]
+    assert found["files"] == [found["run"], found["brought"]] and found["left"] == [
+        *("base.json", "evaluation", "export.json", "spec.json")
+    ]
     # the values are those of the harness
     values = {(row.task, row.metric): row.value for row in found["same"].rows}
     reference = found["reference"]
@@ -188,6 +227,8 @@ def test_scores_differences_and_bad_inputs(forked: Callable[..., Any]) -> None:
         ("acc", 8, 0.0),
         ("acc_norm", 8, 0.0),
     ]
+
+    assert found["subjects"] == [("subjects", "acc", 12)]
 
     errors = found["errors"]
     assert "no token that ends a document" in errors["no end of document"]
