@@ -10,12 +10,11 @@ from typing import Any
 
 from common import run_status
 from common.rundir import RunDir
-from report.send.rows import Point
+from report.send.rows import MOST_NUMBERS, Point
 from report.send.service import PROJECT, Sent, check_reachable
 
 FOLDER = "mlruns"  # in the folder of the runs
-_MOST_METRICS = 1000  # per request, by MLflow's API; 100 parameters of 6000 characters
-_MOST_PARAMS, _MOST_CHARACTERS = 100, 6000
+_MOST_PARAMS, _MOST_CHARACTERS = 100, 6000  # per request, by MLflow's API; 1000 metrics
 _STATUS = {run_status.DONE: "FINISHED", run_status.INTERRUPTED: "KILLED"}
 # a server that stops answering costs 20 s per call, not MLflow's own 8 tries of up to 120 s; the sender tries again
 _LIMITS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
@@ -73,7 +72,7 @@ class MlflowService:
             for point in points
             for name, value in point.numbers.items()
         )
-        while batch := list(islice(metrics, _MOST_METRICS)):
+        while batch := list(islice(metrics, MOST_NUMBERS)):
             self._client.log_batch(self._id, metrics=batch)
 
     def finish(self, phase: str, files: Sequence[Path]) -> str:

@@ -16,6 +16,7 @@ from common.metric_rows import restore_nan
 from common.rundir import RunDir
 
 _MOST_BYTES = 1 << 20  # read at once
+MOST_NUMBERS = 1000  # in what is handed to a service at once: one request at MLflow, which it takes whole or not at all
 _NOT_IN_A_NAME = re.compile(r"[^\w./ -]")  # MLflow takes letters, digits and these in the name of a metric
 
 
@@ -35,16 +36,26 @@ class Point:
 
 
 def read_new_points(path: Path, offset: int) -> tuple[list[Point], int]:
-    """The complete lines of metrics.jsonl from a byte offset on (at most about a MiB of them), and the next offset."""
+    """The complete lines of metrics.jsonl from a byte offset on, and the offset behind them.
+
+    At most `MOST_NUMBERS` numbers, or one line that has more.
+    """
     try:
         with path.open("rb") as file:
             file.seek(offset)
             block = file.read(_MOST_BYTES)
     except FileNotFoundError:
         return [], offset
-    end = block.rfind(b"\n") + 1
-    points = [point for line in block[:end].splitlines() if (point := _to_point(line)) is not None]
-    return points, offset + end
+    points: list[Point] = []
+    left = MOST_NUMBERS
+    for line in block[: block.rfind(b"\n") + 1].splitlines(keepends=True):
+        point = _to_point(line)
+        left -= len(point.numbers) if point is not None else 0
+        if left < 0 and points:
+            break
+        points += [point] if point is not None else []
+        offset += len(line)
+    return points, offset
 
 
 def _to_point(line: bytes) -> Point | None:

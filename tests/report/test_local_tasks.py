@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -171,7 +172,12 @@ def test_chats_keep_their_control_tokens(tmp_path: Path, sample: Path) -> None:
     ]
     source = tmp_path / "chat.jsonl"
     source.write_text("".join(json.dumps({"messages": one}) + "\n" for one in messages))
-    words = {"tokenizer": str(tmp_path / "tokenizer"), "field": "messages", "chat": True, "split": "40,30,30"}
+    words: dict[str, Any] = {
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "field": "messages",
+        "chat": True,
+        "split": "40,30,30",
+    }
     prepare_corpus(PrepareRequest(inputs=[str(source)], output=tmp_path / "chats", workers=1, **words))
     for text in read_domains({"chats": str(tmp_path / "chats")})["chats"]:
         assert text.startswith("user: question ") and text.endswith("<|endoftext|>assistant: yes<|endoftext|>")

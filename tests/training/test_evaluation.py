@@ -60,7 +60,7 @@ def test_losses_are_those_of_a_run_without_evaluation(sample: Path, forked: Call
 def _read_curve(folder: Path, name: str) -> dict[int, float]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    points = {}
+    points: dict[int, float] = {}
     for file in folder.rglob("events.*"):
         events = EventAccumulator(str(file)).Reload()
         points |= {one.step: one.value for one in events.Scalars(name)} if name in events.Tags()["scalars"] else {}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from common.errors import UserError
@@ -127,6 +128,45 @@ def test_a_failure_is_said_once_and_nothing_is_lost(run: RunDir) -> None:
     assert [point.step for point in service.points] == [1, 2, 3, 4, 5]
     assert [line.split()[0] for line in said] == ["WARNING", "INFO", "INFO"]
     assert "the training goes on" in said[0] and "ConnectionError: no route to host" in said[0]
+
+
+class InRequests(Recorder):
+    """Takes 1,000 numbers at a time, as MLflow does; only the first request of each run of three arrives."""
+
+    requests = 0
+
+    def log(self, points: Sequence[Point]) -> None:
+        rows = [(point.step, name) for point in points for name in point.numbers]
+        for start in range(0, len(rows), 1000):
+            self.requests += 1
+            if self.requests % 3:
+                self.sent += rows[start : start + 1000]
+            else:
+                raise ConnectionError("reset")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, str]] = []
+
+
+def test_what_has_arrived_is_not_sent_again(run: RunDir) -> None:
+    """A server that is lost in the middle of a long file, three times."""
+    row = {**TRAIN, "consumed_tokens": {f"domain-{number}": number for number in range(40)}}
+    run.metrics.write_text("".join(json.dumps({**row, "step": step}) + "\n" for step in range(1001, 1201)))
+    service = InRequests()
+    _send(run, service, 9, [])
+    assert service.requests > 9 and len(service.sent) == len(set(service.sent)) > 8000
+
+
+def test_a_sender_that_is_killed_costs_the_training_nothing(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    (run.path / "logs" / "attempt-1").mkdir(parents=True)
+    with sending(run, "wandb", 1):
+        (process,) = psutil.Process().children()
+        process.kill()
+    assert "its process ended with code -9; send-wandb.log beside this rank's says why" in caplog.text
 
 
 def test_a_service_that_never_answers(run: RunDir) -> None:
