@@ -68,6 +68,38 @@ def test_an_adopted_corpus_holds_every_document_once(
     assert (tmp_path / "linked" / "train.bin").is_symlink() and check_prefix(tmp_path / "linked" / "train") == []
 
 
+def _build_with_megatron(prefix: Path, documents: list[list[int]], pieces: int) -> None:
+    """By Megatron's own builder, each document as so many sequences, as its preprocess_data.py does by sentence."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(400))
+    for ids in documents:
+        size = -(-len(ids) // pieces)
+        parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+        builder.add_document(torch.tensor(ids), [len(part) for part in parts])
+    builder.finalize(f"{prefix}.idx")
+
+
+@pytest.mark.nemo
+def test_a_corpus_of_megatrons_own_builder(
+    tmp_path: Path, tokenizer_dir: Path, encoded: list[list[int]], forked: Callable[..., Any]
+) -> None:
+    for pieces in (1, 3):
+        forked(_build_with_megatron, tmp_path / f"text-{pieces}", encoded, pieces)
+    with pytest.raises(ProjectError, match="cannot be adopted") as refused:
+        adopt_corpus(str(tmp_path / "text-3"), str(tokenizer_dir), tmp_path / "out")
+    assert "without --split-sentences" in refused.value.explain()
+    manifest = adopt_corpus(str(tmp_path / "text-1"), str(tokenizer_dir), tmp_path / "out")
+    assert manifest.dtype == "uint16" and sum(one.documents for one in manifest.splits.values()) == len(encoded)
+    found = []
+    for split in SPLITS:
+        pair = open_pair(tmp_path / "out" / split)
+        starts = (pair.offsets // 2).tolist()
+        found += [pair.ids[start : start + n].tolist() for start, n in zip(starts, pair.lengths.tolist(), strict=True)]
+    assert sorted(found) == sorted(encoded)
+
+
 def _cut_bin(prefix: Path) -> None:
     path = Path(f"{prefix}.bin")
     path.write_bytes(path.read_bytes()[:-400])
