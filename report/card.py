@@ -17,12 +17,12 @@ from common.errors import UserError
 from common.files import write_atomic
 from common.hub import is_hub_id
 from common.rundir import RUNS, RunDir
-from common.small_files import parse_yaml
 from data.prepare.input_files import HUB
 from report.analysis import Progress, compute_changes, compute_tokens, get_progress, planned_replay_share
 from report.configuration import configuration_tables
 from report.evaluation.comparison import RULE
 from report.evaluation.result import RESULT, Evaluation, find_exporting_run, newest_evaluation, read_evaluation
+from report.front_matter import read_front_matter
 from report.page import NONE, decimal, percent, short, signed
 from report.passport import check_files
 from report.read import RunFiles, read_run
@@ -37,7 +37,6 @@ _COMMENTS = {
     "base_model": "the hub id of the model that this one started from",
 }
 _HUB_SOURCE = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)")
-_FRONT = re.compile(r"\A---\n(.*?)^---\n", re.S | re.M)
 
 
 def write_card(
@@ -71,29 +70,6 @@ def write_card(
     front = {**_front_matter(files), **written, **(front_matter or {})}
     write_atomic(path, _front_text(front) + _replace_block(around, folder.name, _body(folder, files)))
     return path
-
-
-def read_front_matter(card: str, path: Path) -> tuple[dict[str, Any], str]:
-    """The YAML front matter of a card, and the text after it.
-
-    Raises:
-        UserError: the front matter is not a YAML mapping.
-    """
-    match = _FRONT.match(card)
-    if match is None:
-        return {}, card
-    try:
-        front = parse_yaml(match[1])
-    except yaml.YAMLError as error:
-        front = str(error)
-    if not isinstance(front, dict):
-        raise UserError(
-            f"the front matter of {path} cannot be read",
-            expected="YAML names and values between the two lines ---",
-            found=" ".join(str(front).split())[:200],
-            do=f"correct it, or remove {path}: it is then written anew",
-        )
-    return front, card[match.end() :]
 
 
 def _front_matter(files: RunFiles | None) -> dict[str, Any]:

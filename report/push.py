@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError
 from common.json_files import read_json_object
-from report.card import CARD, FILL_IN, read_front_matter
+from report.card import CARD, FILL_IN
+from report.front_matter import read_front_matter
 
 if TYPE_CHECKING:
     from rich.table import Table

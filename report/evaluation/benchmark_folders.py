@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from common.files import write_atomic
-from report.card import read_front_matter
+from report.front_matter import read_front_matter
 
 log = logging.getLogger("launch")
 

@@ -13,9 +13,10 @@ import yaml
 import launch
 from common.errors import UserError
 from common.rundir import RunDir
-from report.card import BEGIN, END, FILL_IN, read_front_matter, write_card
+from report.card import BEGIN, END, FILL_IN, write_card
 from report.evaluation.comparison import decide, make_row
 from report.evaluation.result import Evaluation
+from report.front_matter import read_front_matter
 from tests.report.test_report import write_run
 
 
