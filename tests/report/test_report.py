@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -16,7 +17,10 @@ from typing import Any
 import pytest
 
 from common.errors import UserError
+from common.rank_states import RankState
+from common.run_status import FAILED, RunStatus
 from common.rundir import RunDir
+from common.spec import RunSpec
 from report import report
 from report.analysis import compute_changes, compute_tokens, find_spikes, percentile
 from report.evaluation.comparison import decide, make_row
@@ -25,6 +29,7 @@ from report.figures import draw_figures
 from report.passport import check_files
 from report.read import read_run
 from report.report import write_report
+from watch.diagnose import explain_failure
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = "b2b3dbc15d3532ba38b3ea0cd5991a689cccc9a4663b56274592afdb0a7e7dd6"
@@ -370,6 +375,23 @@ def test_a_crashed_run(tmp_path: Path) -> None:
     assert "line 61 is cut off" in text and "gates.json is not valid JSON" in text
     assert "unfinished, step" in text and "not exported yet" in text
     assert "code NaN nats not a number" in text
+
+
+def test_a_learning_rate_that_is_too_high_is_one_line(tmp_path: Path) -> None:
+    """Step, rate and advice, as the diagnosis of the launcher left them in status.json; no traceback."""
+    run = RunDir("high", tmp_path)
+    logs = run.attempt(1)
+    logs.mkdir(parents=True)
+    run.spec_file.write_text(RunSpec(recipe="qwen25_tiny", name="high", overrides=("optim.config.lr=1e6",)).to_json())
+    error = (ROOT / "tests" / "watch" / "logs" / "diverged.log").read_text().strip()
+    RankState(rank=0, state=FAILED, exit_code=1, error=error, host="node-a").write(logs)
+    status = RunStatus(phase=FAILED, executor="direct", step=1, max_steps=400)
+    status.write(run.status)
+    dataclasses.replace(status, ending=explain_failure(run, 1)).write(run.status)
+    text = Text(write_report(run.path).read_text()).text
+    line = text[text.index("This run failed at step 1 of 400") :]
+    assert "nan in step 2 at a learning rate of" in line and "optim.config.lr=0.0001" in line
+    assert "Traceback" not in text
 
 
 def test_later_rows_win_on_resume(tmp_path: Path) -> None:

@@ -117,6 +117,18 @@ def _flip_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _export(checkpoint: Path) -> None:
+    from convert.export_run import export_run
+
+    export_run(checkpoint, Path("out"))
+
+
+def test_a_checkpoint_every_so_many_steps_stays(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
+    forked(train, sample, *SAVES, "log.ckpt.keep_last=1", "log.ckpt.keep_every_n_steps=4")
+    found = [path.name for path in RunDir("run", tmp_path / "runs").complete_checkpoints()]
+    assert found == ["step-4", "step-6"]  # step-2 made room
+
+
 def test_a_damaged_checkpoint_is_set_aside(sample: Path, forked: Callable[..., Any], tmp_path: Path) -> None:
     forked(train, sample, *SAVES)
     run = RunDir("run", tmp_path / "runs")
@@ -130,6 +142,9 @@ def test_a_damaged_checkpoint_is_set_aside(sample: Path, forked: Callable[..., A
     files = {path.name: path.stat().st_size for path in (newest / "weights").glob("*.distcp")}
     assert needed_bytes(newest / "weights") == files
     _flip_bit(next((newest / "weights").glob("*.distcp")))
+    with pytest.raises(UserError, match="step-6 is damaged"):
+        forked(_export, newest)
+    assert not (tmp_path / "out").exists()
     rows = forked(train, sample, *SAVES, resume=True)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 5, 6]  # from step 4
     aside = next(run.checkpoints.glob("damaged-step-6-*"))

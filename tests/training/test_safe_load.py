@@ -115,6 +115,51 @@ def test_resume_runs_no_code(sample: Path, forked: Callable[..., Any], name: str
     assert f"{file} is not read" in text
 
 
+def _through_other_doors(sample: Path, name: str) -> dict[str, tuple[str, bool]]:
+    """What starts from, evaluates or merges a checkpoint that somebody else wrote."""
+    import nemo_run as run
+    from nemo import lightning as nl
+
+    from launcher.merge_run import soup
+    from recipes import registry
+    from report.evaluation.evaluate import _as_folder
+
+    train(sample, "trainer.max_steps=4", "log.ckpt.every_n_train_steps=2", *SHORT)
+    first, last = (Path("runs/run/checkpoints") / f"step-{step}" for step in (2, 4))
+    for checkpoint in (first, last):
+        (checkpoint / "run/files.json").unlink()  # an attacker can list the files anew
+    _spoil(last, name)
+
+    def evaluate() -> None:
+        with _as_folder("run", Path("runs")):
+            pass
+
+    def start_from() -> None:
+        recipe = registry.resolve("qwen25_tiny")
+        build = recipe.build
+
+        def from_elsewhere(plan: Any) -> Any:
+            partial = build(plan)
+            partial.resume.restore_config = run.Config(nl.RestoreConfig, path=str(last), load_artifacts=False)
+            return partial
+
+        recipe.build = from_elsewhere
+        train(sample, "trainer.max_steps=1", *SHORT, name="new")
+
+    doors = {"evaluate": evaluate, "soup": lambda: soup("run", None, "uniform", None), "restore_config": start_from}
+    return {door: _attempt(function) for door, function in doors.items()}
+
+
+@pytest.mark.parametrize("name", ["weights/.metadata", "weights/common.pt", "objects"])
+def test_no_door_runs_code_of_a_checkpoint(sample: Path, forked: Callable[..., Any], name: str) -> None:
+    found = forked(_through_other_doors, sample, name)
+    assert not [door for door, (_, ran) in found.items() if ran]
+    print(*(f"{door}: {text}" for door, (text, _) in found.items()), sep="\n")
+    assert "is not read" in found["restore_config"][0]
+    if name == "weights/.metadata":
+        assert all(f"{name} cannot be read" in found[door][0] for door in ("evaluate", "soup"))
+
+
 def _context_of_nemo(base: Path) -> None:
     from nemo import lightning as nl
 

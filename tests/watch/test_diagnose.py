@@ -152,6 +152,17 @@ def test_numbers_that_are_wrong(file: str, make_run: Make) -> None:
     assert signs[0].text and signs[0].advice
 
 
+def test_a_silent_rank_is_a_sign(make_run: Make) -> None:
+    """The others still give signs of life; a rank that has ended is not silent."""
+    run = make_run(updated=START + 200, world_size=3)
+    for rank, time in ((0, START + 200), (1, START + 100)):
+        RankState(rank=rank, host="node-b", phase="training", step=40, time=time).write(run.attempt(1))
+    RankState(rank=2, state=DONE, step=40, time=START + 1).write(run.attempt(1))
+    (sign,) = find_signs(read_records(run), START + 201)
+    assert (sign.name, sign.fatal) == ("silent_rank", True)
+    assert "rank 1 on node-b has given no sign of life for 101 s" in sign.text
+
+
 def test_a_healthy_run_has_no_cause(make_run: Make) -> None:
     run = make_run(phase=run_status.DONE, step=200, checkpoint="step-200", ending=Ending())
     for rank in (0, 1):

@@ -6,22 +6,27 @@ import io
 import json
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from common import run_status
+from common.checkpoint_files import record_files
 from common.errors import UserError
 from common.rank_states import RankState
 from common.run_status import Ending
 from common.rundir import RunDir
+from launch import app
 from tests.watch.conftest import START, write_rows
 from watch.monitor import checkpoints_table, monitor, runs_table
 from watch.page import page, sparkline
@@ -237,6 +242,35 @@ def test_checkpoints_of_a_run(make_run: Make) -> None:
     rows = {line.split()[0]: line.split()[1:] for line in _text(checkpoints_table(run)[0]).splitlines()}
     assert rows["step-20"][:2] == ["yes", "3.2500"]
     assert rows["step-40"][0] == rows["unfinished-step-60-after-attempt-1"][0] == "no"
+
+
+def test_list_verify(make_run: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As saved, damaged, and of an earlier version without a list; the exit code says whether all are good."""
+    run = make_run()
+    for step in (10, 20, 40):
+        weights = run.checkpoints / f"step-{step}" / "weights"
+        weights.mkdir(parents=True)
+        (weights / "metadata.json").write_text("{}")
+        (weights / ".metadata").write_bytes(pickle.dumps(SimpleNamespace(storage_data={})))
+        (weights / "__0_0.distcp").write_bytes(b"a" * 1000)
+        if step > 10:
+            record_files(weights.parent)
+
+    def verify() -> tuple[int, dict[str, str]]:
+        monkeypatch.setenv("COLUMNS", "200")
+        done = CliRunner().invoke(app, ["list", "mine", "--runs", str(run.path.parent), "--verify"])
+        return done.exit_code, {line.split()[0]: line for line in done.output.splitlines()}
+
+    code, lines = verify()
+    assert code == 0
+    assert "as saved" in lines["step-20"] and "as saved" in lines["step-40"]
+    assert "of full length (no checksums were recorded)" in lines["step-10"]
+    (run.checkpoints / "step-40" / "weights" / "__0_0.distcp").write_bytes(b"b" + b"a" * 999)
+    code, lines = verify()
+    assert code == 1
+    assert "as saved" in lines["step-20"]
+    assert "DAMAGED: weights/__0_0.distcp has other content" in lines["step-40"]
+    assert (run.checkpoints / "step-40").is_dir()  # it only looks
 
 
 @pytest.mark.parametrize(
