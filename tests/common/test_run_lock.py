@@ -103,7 +103,12 @@ def test_a_failed_submission_does_not_take_the_name(tmp_path: Path) -> None:
 def test_a_refused_launch_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes while the lock is held: the next process to get it could be writing already."""
     release, there = run_lock.release, []
-    monkeypatch.setattr(run_lock, "release", lambda run, role: (there.append(run.exists()), release(run, role)))
+
+    def look_and_release(run: Path, role: str) -> None:
+        there.append(run.exists())
+        release(run, role)
+
+    monkeypatch.setattr(run_lock, "release", look_and_release)
     with claim_run_directory(RunSpec(recipe="a", runs=str(tmp_path))) as run:
         assert run.path == tmp_path / "a" and run.path.exists()
     assert there == [False] and not run.path.exists()

@@ -64,7 +64,7 @@ def test_the_gate_knows_the_stage(run: RunDir) -> None:
         gate = TruthGates(str(run.path))
         gate._resumed_at = start
         if start == 10:
-            gate.on_train_batch_end(trainer)  # type: ignore[arg-type]
+            gate.on_train_batch_end(trainer)
             continue
         with pytest.raises(GateError):
-            gate.on_train_batch_end(trainer)  # type: ignore[arg-type]
+            gate.on_train_batch_end(trainer)
