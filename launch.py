@@ -83,12 +83,23 @@ def fork(
     run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
     step: Annotated[str, typer.Argument(help="One of its checkpoints: N or step-N; `list RUN` shows them.")],
     name: Annotated[str, typer.Argument(help="The new run.")],
+    overrides: Annotated[
+        Optional[list[str]], typer.Argument(metavar="[PATH=VALUE]...", help="Numbers to change from there on.")
+    ] = None,
+    start: Annotated[bool, typer.Option("--start", help="Train it at once.")] = False,
 ) -> None:
     """Begin a new run with a checkpoint of another run, such as a final decay."""
     from launcher.fork_run import fork as make_fork
+    from launcher.fork_run import started_fork
+    from launcher.launch import launch
+    from watch.diagnose import explain_failure
 
     _console()
-    print(f"continue it with: {make_fork(run, step, name)}")
+    if not start:
+        print(f"continue it with: {make_fork(run, step, name, overrides or ())}")
+        return
+    with started_fork(run, step, name, overrides or ()) as (folder, words):
+        raise typer.Exit(launch(ResumeRequest(run=name, overrides=words).spec(folder), explain_failure))
 
 
 @app.command(rich_help_panel=AFTERWARDS)

@@ -46,7 +46,8 @@ def resume_ledger(
     Args:
         corpora: of the blend as it is now.
         stages: of the blend as it is now, laid out from step 0.
-        attempt: the number of the new attempt.
+        attempt: the number of the new attempt at this run; in a fork, where it begins with 1 again, the ledger goes on
+            counting after the attempts of the run that it was forked from.
         change_blend: read by `stages` from here on, whatever was read before.
         has_budget: a forgetting budget moves the replay share of `stages`; it goes on with the share decided last.
 
@@ -55,7 +56,9 @@ def resume_ledger(
     """
     corpora = merge_corpora(ledger.corpora, corpora)
     step = ledger.step
-    attempts = (*(one for one in ledger.attempts if one.first < step), Attempt(attempt, step, ledger.read))
+    before = [one for one in ledger.attempts if one.first < step]
+    attempt = max([attempt, *(one.number + 1 for one in before)])
+    attempts = (*before, Attempt(attempt, step, ledger.read))
     problem = find_difference(ledger, stages)
     if (ledger.budget is not None) != has_budget:
         problem = f"{'a' if has_budget else 'no'} forgetting budget from here on"

@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.checkpoint_files import LIST
@@ -30,13 +30,14 @@ DECAY = 0.15  # of the steps of the run that it ends, as in the profile `wsd`
 log = logging.getLogger("launch")
 
 
-def fork(name: str, checkpoint: str, new_name: str, root: Path = RUNS) -> str:
+def fork(name: str, checkpoint: str, new_name: str, overrides: Sequence[str] = (), root: Path = RUNS) -> str:
     """Make a run that begins with a checkpoint of another one.
 
     Args:
         name: the run, NAME or runs/NAME.
         checkpoint: step-N, or N.
         new_name: of the new run, beside the first one.
+        overrides: for the command that continues it.
 
     Returns:
         the command that continues it; from a plateau of the learning rate, with a decay to the end of the run.
@@ -49,7 +50,21 @@ def fork(name: str, checkpoint: str, new_name: str, root: Path = RUNS) -> str:
     source = find_step(run, checkpoint)
     new = make_fork(run, source, new_name)
     words = decay_words(new, checkpoint_step(source))
-    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words)
+    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words, *overrides)
+
+
+@contextlib.contextmanager
+def started_fork(
+    name: str, checkpoint: str, new_name: str, overrides: Sequence[str] = (), root: Path = RUNS
+) -> Iterator[tuple[RunDir, list[str]]]:
+    """The same run and the overrides of that command, to be launched at once; removed again if nothing started in it.
+
+    Raises:
+        UserError: as `fork`.
+    """
+    check_run_name(new_name)
+    with forked(find_run(name, root), checkpoint, new_name) as new:
+        yield new, [*decay_words(new, new.newest_step()), *overrides]
 
 
 def decay_words(run: RunDir, step: int) -> list[str]:

@@ -106,6 +106,19 @@ def test_a_change_is_recorded_and_stays() -> None:
     assert rows == sorted(rows, key=lambda row: row[1]) and {row[1] for row in rows} == {1, 2, 3}
 
 
+def test_a_fork_counts_its_attempts_after_those_of_the_first_run() -> None:
+    """A fork's own attempts begin with 1; in the ledger no two attempts have one number."""
+    stages = [_stage(0, 0.25)]
+    second = resume_ledger(_fresh(*stages).at(4), CORPORA, stages, attempt=2).at(8)
+    for attempt, expected in ((1, 3), (2, 3), (7, 7)):  # the first of a fork, its retry, the seventh of the run itself
+        forked = resume_ledger(
+            parse_ledger(second.to_json()), CORPORA, [_stage(0, 0.5)], attempt=attempt, change_blend=True
+        )
+        assert [one.number for one in forked.attempts] == [1, 2, expected] and forked.stage_at(8).attempt == expected
+        assert forked.stages[-1].change == f"--change-blend at step 8 of attempt {expected}"
+        assert {one.attempt for one in forked.at(10).ranges()} == {1, 2, expected}
+
+
 def test_a_run_in_megatrons_order_goes_on_in_what_it_has_laid_out() -> None:
     """The first pass is what Megatron laid out (two epochs here); the corpus is read again only after it."""
     plain = [dataclasses.replace(_stage(0, 0.25), order="megatron")]

@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.origin import Origin, read_origin
 from common.rundir import RunDir
 from common.spec import RunSpec
-from launcher.fork_run import fork, forked
+from launcher.fork_run import fork, forked, started_fork
 
 
 @pytest.fixture
@@ -58,11 +58,16 @@ def test_what_cannot_be_forked(run: RunDir) -> None:
 def test_a_fork_says_where_it_comes_from_and_how_it_goes_on(run: RunDir) -> None:
     """A fork of a fork names both; from a plateau the command lets the learning rate decay."""
     root = run.path.parent
-    assert fork("r", "20", "second", root).endswith(f"launch.py resume {root / 'second'}")
+    assert fork("r", "20", "second", root=root).endswith(f"launch.py resume {root / 'second'}")
     wsd = ("optim.lr_scheduler.kind=wsd", "optim.lr_scheduler.decay_end=None", "optim.lr_scheduler.warmup_steps=5")
     second = RunDir("second", root)
     second.spec_file.write_text(RunSpec(recipe="qwen25_tiny", name="second", overrides=wsd).to_json())
-    assert fork("second", "step-20", "third", root).endswith("third fork_step=20 decay_steps=4 max_steps=24")
+    assert fork("second", "step-20", "third", root=root).endswith("third fork_step=20 decay_steps=4 max_steps=24")
+    with started_fork("second", "20", "fourth", ("max_steps=30",), root=root) as (new, words):
+        assert (new.name, words) == ("fourth", ["fork_step=20", "decay_steps=4", "max_steps=24", "max_steps=30"])
+    assert not (root / "fourth").exists()  # nothing was started in it
+    with_words = fork("second", "20", "fifth", ("max_steps=30",), root=root)
+    assert with_words.endswith("fifth fork_step=20 decay_steps=4 max_steps=24 max_steps=30")
     origin = read_origin(RunDir("third", root).origin)
     assert origin is not None and origin.describe() == (
         f"forked from {root / 'second'} at step 20; {root / 'second'} was forked from {run.path} at step 20"
@@ -72,7 +77,7 @@ def test_a_fork_says_where_it_comes_from_and_how_it_goes_on(run: RunDir) -> None
 def test_a_merge_cannot_be_trained_on(run: RunDir) -> None:
     Origin(kind="merge", run="runs/a", steps=(10, 20), weights=(0.5, 0.5), shape="uniform").write(run.origin)
     with pytest.raises(UserError, match="merged of several checkpoints") as error:
-        fork("r", "20", "other", run.path.parent)
+        fork("r", "20", "other", root=run.path.parent)
     assert "fork runs/a 20 NAME" in error.value.do
 
 

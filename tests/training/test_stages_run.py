@@ -94,6 +94,14 @@ def test_a_resume_across_the_switch_is_bit_equal(folder: Path) -> None:
     assert first.read == second.read and first.segments() == second.segments()
 
 
+def test_a_fork_is_started_in_one_command(folder: Path) -> None:
+    """It trains on from the checkpoint, as an attempt of its own in the ledger."""
+    assert call_in_fork(_launch, "fork", "run", "6", "branch", "max_steps=7", "--start", cwd=folder) == 0
+    run, branch = (RunDir(name, folder / "runs") for name in ("run", "branch"))
+    assert _losses(branch) == _losses(run)[:7]
+    assert [(one.number, one.first) for one in read_ledger(branch.ledger).attempts] == [(1, 0), (2, 6)]
+
+
 def test_another_blend_from_here_on(folder: Path) -> None:
     """Refused unless it is meant; then it is recorded, and the ledger goes on where it was."""
     words = ("resume", "run", "--from", "step-6", "--name", "changed", "data.replay_share=0.1")
@@ -105,9 +113,9 @@ def test_another_blend_from_here_on(folder: Path) -> None:
     assert call_in_fork(_launch, *words, stages, "--change-blend", cwd=folder) == 0
     run = RunDir("changed", folder / "runs")
     ledger = read_ledger(run.ledger)
-    assert ledger.stage_at(6).change == "--change-blend at step 6 of attempt 1" and run.spec().change_blend
+    assert ledger.stage_at(6).change == "--change-blend at step 6 of attempt 2" and run.spec().change_blend
     tokens = _tokens(ledger)
-    assert tokens[("anneal", 1, "prose")] == 2 * TOKENS // 2 and ("all", 1, "code") in tokens
+    assert tokens[("anneal", 1, "prose")] == 2 * TOKENS // 2 and ("all", 2, "code") in tokens
     assert ledger.read == {"code": 12 + 4 + 7, "prose": 4 + 4 + 1}
     assert json.loads(run.blend.read_text())["changed_at_step"] == 6
     _check_report_and_passport(run)
