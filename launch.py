@@ -201,6 +201,22 @@ def inspect(
 
 
 @data.command()
+def documents(
+    run: Annotated[str, typer.Argument(help="A run: NAME or runs/NAME.")],
+    json_: Annotated[bool, typer.Option("--json", help="One JSON list on standard output.")] = False,
+) -> None:
+    """Count how often a run has read the documents of its corpora, by stage and attempt."""
+    import json
+
+    from common.rundir import find_run
+    from data.documents_read import count_run, print_table
+
+    _console()
+    rows = count_run(find_run(run))
+    print(json.dumps(rows, indent=1)) if json_ else print_table(rows)
+
+
+@data.command()
 def sample(output: Annotated[Path, typer.Option(help="Folder to write.")] = Path("corpora/sample")) -> None:
     """Build the sample corpora (prose and code) from Python's own texts."""
     from data.sample import build_sample

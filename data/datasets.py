@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.datasets import blended_megatron_dataset_builder
 from megatron.core.datasets.blended_dataset import BlendedDataset
-from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
 
 from common.errors import UserError
+from data.ledger import Corpus
 from data.sample_index import check_blend, check_indices, replace_if_wrong
 
 log = logging.getLogger("launch")
@@ -86,6 +91,18 @@ def _read_checked(dataset: Any, build: Callable[[], tuple[Any, ...]], check: Cal
     for path, problem in deleted.items():
         log.warning("data: the sample index %s was damaged and is built again: %s", path, problem)
     return arrays
+
+
+def build_windows(
+    corpus: Corpus, num_samples: int | None, dataset_cls: type[GPTDataset], config: GPTDatasetConfig
+) -> GPTDataset:
+    """The training samples of a corpus in Megatron's shuffled order; `num_samples` None: one reading of it."""
+    prefix = str(Path(corpus.folder) / "train")
+    indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
+    documents = numpy.arange(len(indexed), dtype=numpy.int32)
+    return BlendedMegatronDatasetBuilder.build_generic_dataset(
+        dataset_cls, lambda: True, True, *(indexed, prefix, documents, num_samples, Split.train, config)
+    )
 
 
 def isolating_class(dataset_cls: type[GPTDataset]) -> type[GPTDataset]:

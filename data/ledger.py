@@ -58,6 +58,12 @@ class Corpus:
         rest = divmod(number - self.laid_out_size, self.windows)
         return rest[0] + (1 if self.laid_out_size else 0), rest[1]
 
+    def number(self, pass_number: int, place: int) -> int:
+        """The sample at a place of a pass, counted from the start of the run: what `locate` turns around."""
+        if pass_number == 0 or not self.laid_out_size:
+            return pass_number * self.windows + place
+        return self.laid_out_size + (pass_number - 1) * self.windows + place
+
     def size_of(self, pass_number: int) -> int:
         """Samples of a pass."""
         return self.laid_out_size if pass_number == 0 and self.laid_out_size else self.windows

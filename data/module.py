@@ -27,6 +27,7 @@ from data.continue_ledger import make_corpora, make_ledger, with_layouts
 from data.datasets import (
     DOCUMENT_STARTS,
     WholeMaskGPTDataset,
+    build_windows,
     check_blended_indices,
     current_rank,
     isolating_class,
@@ -273,15 +274,7 @@ class PreparedDataModule(PreTrainingDataModule):
 
     def _build_windows(self, corpus: Corpus, num_samples: Optional[int]) -> GPTDataset:
         """The training samples of a corpus in Megatron's shuffled order; `num_samples` None: one reading of it."""
-        prefix = str(Path(corpus.folder) / "train")
-        indexed = IndexedDataset(prefix, multimodal=False, mmap=True)
-        documents = numpy.arange(len(indexed), dtype=numpy.int32)
-        return BlendedMegatronDatasetBuilder.build_generic_dataset(
-            self.dataset_cls,
-            lambda: True,
-            True,
-            *(indexed, prefix, documents, num_samples, Split.train, self.gpt_dataset_config),
-        )
+        return build_windows(corpus, num_samples, self.dataset_cls, self.gpt_dataset_config)
 
     def ledger_after(self, step: int) -> Optional[Ledger]:
         """The token ledger after `step` steps of the run; None where nothing says which corpora are read."""

@@ -42,10 +42,10 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
             if corpus.name not in read:  # of an earlier blend
                 continue
             self._windows[number] = build(corpus, None)
-            _check_size(corpus, corpus.windows, self._windows[number])
+            check_size(corpus, corpus.windows, self._windows[number])
             if ledger.read.get(corpus.name, 0) < corpus.laid_out_size:
                 self._laid_out[number] = build(corpus, corpus.laid_out)
-                _check_size(corpus, corpus.laid_out_size, self._laid_out[number])
+                check_size(corpus, corpus.laid_out_size, self._laid_out[number])
         # share, first step and deciding step of each change, and their number: in memory shared with the data workers
         self._changes = torch.zeros(most_changes, 3, dtype=torch.float64).share_memory_()
         self._num_changes = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -95,25 +95,27 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for domain, corpus in enumerate(self.ledger.corpora):
             own = domains == domain
             if own.any():  # they follow each other: the first one and their number name them all
-                passes[own], windows[own] = self._find_windows(corpus, int(numbers[own][0]), int(own.sum()))
+                first, count = int(numbers[own][0]), int(own.sum())
+                passes[own], windows[own] = find_windows(self.ledger, corpus, first, count)
         return list(zip(domains.tolist(), passes.tolist(), windows.tolist(), strict=True))
 
-    def _find_windows(self, corpus: Corpus, first: int, count: int) -> tuple[Any, Any]:
-        """int64[count] each: pass and window of the corpus's samples from `first` on."""
-        passes, windows = [], []
-        while count:
-            number, place = corpus.locate(first)
-            length = min(count, corpus.size_of(number) - place)
-            passes.append(numpy.full(length, number))
-            if number == 0:  # Megatron has shuffled it
-                windows.append(numpy.arange(place, place + length))
-            else:
-                windows.append(permute_range(place, place + length, corpus.windows, self.ledger.key(corpus, number)))
-            first, count = first + length, count - length
-        return numpy.concatenate(passes), numpy.concatenate(windows)
+
+def find_windows(ledger: Ledger, corpus: Corpus, first: int, count: int) -> tuple[Any, Any]:
+    """int64[count] each: pass and window of the corpus's samples from `first` on, as its dataset counts windows."""
+    passes, windows = [], []
+    while count:
+        number, place = corpus.locate(first)
+        length = min(count, corpus.size_of(number) - place)
+        passes.append(numpy.full(length, number))
+        if number == 0:  # Megatron has shuffled it
+            windows.append(numpy.arange(place, place + length))
+        else:
+            windows.append(permute_range(place, place + length, corpus.windows, ledger.key(corpus, number)))
+        first, count = first + length, count - length
+    return numpy.concatenate(passes), numpy.concatenate(windows)
 
 
-def _check_size(corpus: Corpus, expected: int, dataset: GPTDataset) -> None:
+def check_size(corpus: Corpus, expected: int, dataset: GPTDataset) -> None:
     """What the ledger counts with is what Megatron has built.
 
     Raises:

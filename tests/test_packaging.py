@@ -25,6 +25,7 @@ WITH_TORCH = (
     "bench",
     "convert",
     "data.datasets",
+    "data.documents_read",
     "data.module",
     "data.ordered_dataset",
     "doctor.transport_rank",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,14 @@ from common.errors import UserError
 from common.rundir import RunDir
 from data.budget import Budget
 from data.ledger import Ledger, read_ledger
+from data.manifest import load_manifest
+from tests import fork_server
 from tests.conftest import call_in_fork
 from tests.training.conftest import SHORT
 
 pytestmark = pytest.mark.nemo
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, SWITCH, TOKENS = 8, 4, 4 * 256
 SOUP = "soup/checkpoints/step-8"
 
@@ -86,12 +93,54 @@ def test_the_shares_of_each_stage(folder: Path) -> None:
     assert read_ledger(run.checkpoints / "step-3/run/ledger.json").step == 3
 
 
+def _documents_read() -> list[dict[str, Any]]:
+    from data.documents_read import count_run
+
+    return count_run(RunDir("run"))
+
+
+def test_the_documents_that_were_read(folder: Path, sample: Path) -> None:
+    """By stage and attempt as many tokens as the ledger has; a corpus that is another one by now is refused."""
+    ledger = read_ledger(RunDir("run", folder / "runs").ledger)
+    rows = call_in_fork(_documents_read, cwd=folder)
+    by_stage = {(row["stage"], row["attempt"], row["domain"]): row["tokens"] for row in rows if row["attempt"]}
+    assert by_stage == _tokens(ledger)
+    whole = {row["domain"]: (row["documents"], row["tokens"]) for row in rows if row["attempt"] is None}
+    documents = {name: load_manifest(sample / name).splits["train"].documents for name in whole}
+    assert whole == {name: (documents[name], ledger.read[name] * 256) for name in ("code", "prose")}
+    run = RunDir("other", folder / "runs")
+    run.path.mkdir()
+    corpora = [dataclasses.replace(one, content="of before") for one in ledger.corpora]
+    run.ledger.write_text(dataclasses.replace(ledger, corpora=tuple(corpora)).to_json())
+    assert call_in_fork(_launch, "data", "documents", "other", cwd=folder) == UserError.exit_code
+
+
 def test_a_resume_across_the_switch_is_bit_equal(folder: Path) -> None:
     assert call_in_fork(_launch, "resume", "run", "--from", "step-3", "--name", "again", cwd=folder) == 0
     again, run = RunDir("again", folder / "runs"), RunDir("run", folder / "runs")
     assert _losses(again) == _losses(run) and len(_losses(run)) == STEPS
     first, second = read_ledger(run.ledger), read_ledger(again.ledger)
     assert first.read == second.read and first.segments() == second.segments()
+
+
+def test_two_ranks_go_on_in_the_stage_where_one_was(folder: Path) -> None:
+    """Resumed before the switch with two data-parallel ranks: the same samples, and the losses of other sums."""
+    options = ("--from", "step-3", "--name", "two", "--executor", "local", "--devices", "2")
+    bare = {key: os.environ[key] for key in ("HOME", "HF_HUB_OFFLINE") if key in os.environ}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch.py"), "resume", "run", *options],
+        cwd=folder,
+        env={**bare, "PATH": "/usr/bin:/bin", **fork_server.variables()},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (RunDir(name, folder / "runs") for name in ("run", "two"))
+    assert _losses(two) == pytest.approx(_losses(one), abs=2e-5)  # as in tests/training/distributed
+    assert read_ledger(two.ledger).segments() == read_ledger(one.ledger).segments()
+    counted = [json.loads(run.metrics.read_text().splitlines()[-1])["consumed_tokens"] for run in (one, two)]
+    assert counted[0] == counted[1] == {name: n * 256 for name, n in read_ledger(two.ledger).read.items()}
+    assert (two.attempt(1) / "rank-1.log").exists()
 
 
 def test_a_fork_is_started_in_one_command(folder: Path) -> None:
