@@ -99,8 +99,13 @@ def test_a_file_that_another_training_writes_is_not_deleted(tmp_path: Path) -> N
     def train() -> None:
         found.append(replace_if_wrong(file.parent, "x-*_index.npy", build, lambda order: ""))
 
-    first, second = threading.Thread(target=train), threading.Thread(target=lambda: (half.wait(), train()))
-    first.start(), second.start()
+    def train_later() -> None:
+        half.wait()
+        train()
+
+    first, second = threading.Thread(target=train), threading.Thread(target=train_later)
+    first.start()
+    second.start()
     second.join()
     second_ended.set()
     first.join()
