@@ -48,7 +48,7 @@ $(REPORT): $(STAMP)
 STORY := runs/story/report.html
 STORY_RUN := qwen25_tiny_cpt --profile wsd --tokens 409600 optim.config.lr=1e-3
 
-# plan -> pilot -> a run with a final stage -> its forecast while it trains -> soup -> report (docs/story.md)
+# plan -> pilot -> a run with a forgetting budget and a final stage -> its forecast while it trains -> soup -> report (docs/story.md)
 story: $(STORY)
 	@echo "report:     $(STORY)   (open it in a browser)"
 	@echo "pilot:      pilots/story/pilot.png"
@@ -62,7 +62,7 @@ $(STORY): $(STAMP)
 	$(LAUNCH) plan $(STORY_RUN) data.blend=docs/examples/blends/story.yaml
 	$(LAUNCH) pilot $(STORY_RUN) --name story --budget 90%
 	command=$$($(BIN)/python -c 'import json; print(json.load(open("pilots/story/pilot.json"))["command"])'); \
-	$$command --name story data.blend=docs/examples/blends/story.yaml \
+	$$command --name story data.blend=docs/examples/blends/story.yaml "forgetting_budget={'prose': 0.2}" \
 	  trainer.val_check_interval=10 log.ckpt.every_n_train_steps=20 log.ckpt.keep_last=5 & run=$$!; \
 	until $(LAUNCH) forecast story --at 100 2>/dev/null; do kill -0 $$run || exit 1; sleep 5; done; wait $$run
 	$(LAUNCH) soup story --last 4 --shape uniform --keep story-soup
