@@ -247,7 +247,7 @@ def test_a_complete_run(complete: RunDir) -> None:
     assert "finished, 400 steps" in seen.text
     assert "12 of 12 all passed" in seen.text
     assert "at step 400 beside exports/base on the same items. Better or worse: two-sided p" in seen.text
-    assert re.search(r"cloze_code acc 40 0\.28[78] 0\.48[78] \+0\.200 0\.000 better", seen.text)
+    assert re.search(r"cloze_code acc 40 0\.28[78] 0\.48[78] \+0\.2000 0\.0000 better", seen.text)
     forecast = "code step 80 of 400 step 86 2 earlier runs 3.810 3.610 to 4.010 3.710 +2.7% inside"
     assert forecast in seen.text and "step 400, in hindsight" in seen.text and "outside" in seen.text
     assert "Planned: 25.0% replay" in seen.text
