@@ -107,7 +107,7 @@ def make_forecast(request: ForecastRequest) -> tuple[RunDir, Forecast]:
         run_step=known.step,
         hindsight=later,
         law=LAW,
-        notes=tuple(_notes(known.plan)),
+        notes=(*_notes(known.plan), *_notes_on_rising(domains)),
         domains=domains,
     )
 
@@ -122,6 +122,15 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "the blend changes on the way, which the law does not know"
     if plan.forgetting_budget is not None:
         yield "the replay share follows a forgetting budget, which the law does not know"
+
+
+def _notes_on_rising(domains: dict[str, DomainForecast]) -> Iterator[str]:
+    for name, one in domains.items():
+        if not one.earlier_runs and one.now > one.start:
+            yield (
+                f"{name} has risen since step 0, and this run alone cannot tell whether it falls again:"
+                " measured outcomes came below the interval (docs/measurements/forecast.md)"
+            )
 
 
 def _other(other: RunDir, run: RunDir) -> RunDir:

@@ -94,6 +94,16 @@ def test_alone_the_interval_is_wider_and_holds_the_outcome(root: Path) -> None:
     assert one.high - one.low > 2 * ((with_runs := _forecast(root, "now").domains["prose"]).high - with_runs.low)
 
 
+def test_a_domain_that_rises_is_said_to_be_uncertain_alone(root: Path, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    shutil.copytree(root, runs)
+    rows = [json.loads(line) for line in (runs / "now" / "metrics.jsonl").read_text().splitlines()]
+    rows[0]["validation"]["prose"]["loss"] = 2.0  # the first row is the base's
+    (runs / "now" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ["prose has risen" in note for note in _forecast(runs, "now", alone=True).notes] == [True]
+    assert _forecast(runs, "now").notes == () == _forecast(root, "now", alone=True).notes
+
+
 def test_a_share_that_moves_by_itself_is_said_and_makes_another_kind(root: Path, tmp_path: Path) -> None:
     blend = tmp_path / "blend.yaml"
     stages = "stages: [{until: decay_start, weights: {a: 1}}, {weights: {b: 1}}]"
