@@ -22,6 +22,7 @@ from tests import fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would all it starts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same under nohup
 os.environ.update(TORCHDYNAMO_DISABLE="1", OMP_WAIT_POLICY="PASSIVE", HF_HUB_OFFLINE="1")
 
 SECONDS = {"slow": 30.0, "daemons": 20.0, "nemo": 8.0}  # of a test with this marker, on average

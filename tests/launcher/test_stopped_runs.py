@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,22 @@ ROOT = Path(__file__).resolve().parents[2]
 WORDS = ("trainer.max_steps=100000", "log.ckpt.every_n_train_steps=100000", "trainer.val_check_interval=100000")
 
 
-def _start(sample: Path, folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """A launch in a process group of its own, with no process that another test has forked."""
+@contextmanager
+def _started(sample: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launch in a process group of its own, with no process that another test has forked; killed if the test fails."""
     env = {name: value for name, value in os.environ.items() if name != "CPT_FORK_SERVER"}
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={folder / 'cache'}"]
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "a", *words, *WORDS]
     command += [*paths, "trainer.log_every_n_steps=1"]
     with (folder / "said").open("w") as said:
-        return subprocess.Popen(command, cwd=folder, env=env, stderr=said, start_new_session=True)
+        launcher = subprocess.Popen(command, cwd=folder, env=env, stderr=said, start_new_session=True)
+    try:
+        yield launcher
+    finally:
+        for pid, session in _sessions().items():
+            if session == launcher.pid:
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
 
 
 def _wait(ready: Callable[[], object], folder: Path) -> None:
@@ -60,22 +69,24 @@ def _check_saved(run: RunDir) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_of_a_direct_run(number: signal.Signals, sample: Path, tmp_path: Path) -> None:
     """What `timeout`, a closing terminal and a container's stop do: data workers and writers get it too."""
-    launcher, run = _start(sample, tmp_path, "data.num_workers=1"), RunDir("a", tmp_path / "runs")
-    _wait(lambda: run.metrics.exists() and '"step": 3,' in run.metrics.read_text(), tmp_path)
-    assert len([pid for pid, session in _sessions().items() if session == launcher.pid]) > 1
-    os.killpg(launcher.pid, number)
-    assert launcher.wait(timeout=300) == 130, (tmp_path / "said").read_text()
-    _check_saved(run)
-    _wait(lambda: launcher.pid not in _sessions().values(), tmp_path)
+    run = RunDir("a", tmp_path / "runs")
+    with _started(sample, tmp_path, "data.num_workers=1") as launcher:
+        _wait(lambda: run.metrics.exists() and '"step": 3,' in run.metrics.read_text(), tmp_path)
+        assert len([pid for pid, session in _sessions().items() if session == launcher.pid]) > 1
+        os.killpg(launcher.pid, number)
+        assert launcher.wait(timeout=300) == 130, (tmp_path / "said").read_text()
+        _check_saved(run)
+        _wait(lambda: launcher.pid not in _sessions().values(), tmp_path)
 
 
 def test_a_rank_whose_torchrun_is_killed(sample: Path, tmp_path: Path) -> None:
-    launcher, run = _start(sample, tmp_path, "--executor", "local"), RunDir("a", tmp_path / "runs")
-    _wait(lambda: run.metrics.exists() and '"step": 3,' in run.metrics.read_text(), tmp_path)
-    rank = json.loads((run.attempt(1) / "rank-0.json").read_text())["pid"]
-    torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    assert b"torchrun" in Path(f"/proc/{torchrun}/cmdline").read_bytes()
-    os.kill(torchrun, signal.SIGKILL)
-    assert launcher.wait(timeout=300) == 130, (tmp_path / "said").read_text()
-    assert not is_alive(rank)
-    _check_saved(run)
+    run = RunDir("a", tmp_path / "runs")
+    with _started(sample, tmp_path, "--executor", "local") as launcher:
+        _wait(lambda: run.metrics.exists() and '"step": 3,' in run.metrics.read_text(), tmp_path)
+        rank = json.loads((run.attempt(1) / "rank-0.json").read_text())["pid"]
+        torchrun = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        assert b"torchrun" in Path(f"/proc/{torchrun}/cmdline").read_bytes()
+        os.kill(torchrun, signal.SIGKILL)
+        assert launcher.wait(timeout=300) == 130, (tmp_path / "said").read_text()
+        assert not is_alive(rank)
+        _check_saved(run)
