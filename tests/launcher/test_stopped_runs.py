@@ -24,7 +24,7 @@ WORDS = ("trainer.max_steps=100000", "log.ckpt.every_n_train_steps=100000", "tra
 
 @contextmanager
 def _started(sample: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A launch in a process group of its own, with no process that another test has forked; killed if the test fails."""
+    """A launch in a process group of its own, with no process that another test has forked; killed at the end."""
     env = {name: value for name, value in os.environ.items() if name != "CPT_FORK_SERVER"}
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={folder / 'cache'}"]
     command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "a", *words, *WORDS]
