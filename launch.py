@@ -136,7 +136,7 @@ def plan(request: PlanRequest) -> None:
 @app.command(rich_help_panel=BEFORE)
 @options_from(PilotRequest, arguments=("recipe", "overrides"))
 def pilot(request: PilotRequest) -> None:
-    """Try learning rates and replay shares in short trainings, and recommend one of each."""
+    """Try learning rates and replay shares in short trainings; recommend one each."""
     from planning.pilot_page import run_pilot
 
     run_pilot(request)
@@ -182,7 +182,7 @@ def adopt(
     output: Annotated[Path, typer.Option(help="Folder of the corpus, such as corpora/mine.")],
     seed: Annotated[int, typer.Option(help="Another seed selects other validation and test documents.")] = 1234,
 ) -> None:
-    """Make a corpus of an existing .bin/.idx, after checking it; nothing large is copied."""
+    """Make a corpus of an existing .bin/.idx, after checking it."""
     from data.prepare.adopt import adopt_corpus
 
     _console()
@@ -435,7 +435,7 @@ def push(
     send: Annotated[bool, typer.Option("--send", help="Upload; without it files and sizes are shown.")] = False,
     public: Annotated[bool, typer.Option("--public", help="Visible to everybody; else private.")] = False,
 ) -> None:
-    """Show what of an export would go to the Hugging Face hub; with --send upload it, as a private model."""
+    """Show what of an export goes to the hub; --send uploads it as a private model."""
     from rich.console import Console
 
     from report.push import plan_upload

@@ -128,7 +128,7 @@ def _sign_test(scores: Sequence[Score], base: Sequence[Score]) -> float:
     better = sum(own == 1 and other == 0 for own, other in zip(scores, base, strict=True))
     worse = sum(own == 0 and other == 1 for own, other in zip(scores, base, strict=True))
     tail = sum(math.comb(better + worse, number) for number in range(min(better, worse) + 1))
-    return min(1.0, 2.0 * tail / 2.0 ** (better + worse))
+    return min(1.0, float(2 * tail / 2 ** (better + worse)))  # of whole numbers: 2.0**1024 is too large
 
 
 def _two_sided(difference: float, error: float | None) -> float | None:

@@ -32,4 +32,4 @@ def test_a_server_that_never_answers(
     assert [row["loss"] for row in on if "loss" in row] == [row["loss"] for row in off if "loss" in row]
     run = RunDir.at(tmp_path / "runs" / "run")
     assert Sent.load(run, "wandb").bytes == 0  # nothing has arrived
-    assert "no connection; the training goes on" in (run.path / "logs/attempt-1/console.log").read_text()
+    assert "no connection; the training goes on" in (run.path / "logs/attempt-1/rank-0.log").read_text()

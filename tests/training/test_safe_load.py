@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from common.checkpoint_files import LIST
 from common.errors import UserError
+from common.files import file_sha256
 from tests.convert.test_convert import TIED, make_hf
 from tests.training.conftest import SHORT, train
 
@@ -96,11 +98,18 @@ def test_a_pickle_in_any_file_of_a_checkpoint_is_not_run(forked: Callable[..., A
     assert "weights/metadata.json is not read" in found["weights/metadata.json"][0][0]
 
 
+def _list_anew(checkpoint: Path) -> None:
+    """The checksums of the spoilt files, as whoever spoilt them can write them."""
+    names = json.loads((checkpoint / LIST).read_text())
+    rows = {one: {"bytes": (checkpoint / one).stat().st_size, "sha256": file_sha256(checkpoint / one)} for one in names}
+    (checkpoint / LIST).write_text(json.dumps(rows))
+
+
 def _resume(sample: Path, name: str) -> tuple[str, bool]:
     words = ("trainer.max_steps=2", *SHORT)
     train(sample, *words)
     _spoil(Path("runs/run/checkpoints/step-2"), name)
-    Path("runs/run/checkpoints/step-2/run/files.json").unlink()  # an attacker can list the files anew
+    _list_anew(Path("runs/run/checkpoints/step-2"))
     return _attempt(lambda: train(sample, "trainer.max_steps=4", *SHORT, resume=True))
 
 
