@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -114,7 +115,7 @@ def test_data_parallel_killed_and_resumed(folder: Path, sample: Path) -> None:
             break
     rest = first.stderr.read()
     assert first.wait() == 1, seen + rest
-    assert "rank 1 ended without an error message" in rest
+    assert re.search("rank (0, )?1 ended without an error message", rest)  # torchrun kills a rank 0 that is too slow
     if "rank 0 failed later:" in rest:  # on a busy machine torchrun ends rank 0 before it misses rank 1
         assert rest.index("rank 1 ended") < rest.index("rank 0 failed later:")
     for path in RunDir("dp", folder / "runs").complete_checkpoints():
