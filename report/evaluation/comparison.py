@@ -127,8 +127,9 @@ def _sign_test(scores: Sequence[Score], base: Sequence[Score]) -> float:
     """The exact two-sided p-value of as many items being better as worse, each 0 or 1 (McNemar 1947)."""
     better = sum(own == 1 and other == 0 for own, other in zip(scores, base, strict=True))
     worse = sum(own == 0 and other == 1 for own, other in zip(scores, base, strict=True))
-    tail = sum(math.comb(better + worse, number) for number in range(min(better, worse) + 1))
-    return min(1.0, float(2 * tail / 2 ** (better + worse)))  # of whole numbers: 2.0**1024 is too large
+    from scipy import special
+
+    return min(1.0, 2.0 * float(special.bdtr(min(better, worse), better + worse, 0.5)))
 
 
 def _two_sided(difference: float, error: float | None) -> float | None:

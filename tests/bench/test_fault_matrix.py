@@ -20,13 +20,13 @@ from bench.fault_matrix import NOT_DONE, RIGHT, WRONG, Case, Outcome, choose_cas
 class FakeRun:
     """A run of one process, its launcher, in its eighth step."""
 
-    def __init__(self, path: Path, *, finishes: bool = True) -> None:
-        self.finishes, self.output = finishes, [path / "output"]
+    def __init__(self, path: Path, *, finishes: bool = True, seconds: float = 60.0) -> None:
+        self.finishes, self.seconds, self.output = finishes, seconds, [path / "output"]
         self.launcher: Any = None
         self.starts, self.run = 1, argparse.Namespace(attempts=[])
 
     def start(self) -> None:
-        self.launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        self.launcher = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({self.seconds})"])
 
     def exit_code(self) -> int | None:
         code: int | None = self.launcher.poll()
@@ -59,8 +59,8 @@ class FakeRun:
         return True
 
 
-def fake_run(path: Path, *, finishes: bool = True) -> Any:
-    return FakeRun(path, finishes=finishes)
+def fake_run(path: Path, *, finishes: bool = True, seconds: float = 60.0) -> Any:
+    return FakeRun(path, finishes=finishes, seconds=seconds)
 
 
 def test_a_case_says_when_every_process_had_ended(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_case_says_when_every_process_had_ended(tmp_path: Path) -> None:
 
 def test_a_process_that_does_not_exist_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fault_matrix, "FIND_S", 0.0)
-    outcome = do_case(fake_run(tmp_path), Case("rank-1", "step", "KILL"))
+    outcome = do_case(fake_run(tmp_path, seconds=1.0), Case("rank-1", "step", "KILL"))  # nobody ends it
     assert outcome.verdict == NOT_DONE
     assert outcome.cells() == ["NOT DONE: no such process in this phase"]
 

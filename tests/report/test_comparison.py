@@ -75,7 +75,7 @@ def test_right_or_wrong_has_the_exact_p(better: int, worse: int, p: float) -> No
     """scipy.stats.binomtest(better, better + worse).pvalue"""
     same = 200 - better - worse
     row = make_row("a", "acc", True, [1] * better + [0] * worse + [1] * same, [0] * better + [1] * worse + [1] * same)
-    assert row.p == p
+    assert row.p == pytest.approx(p, rel=1e-12)
     assert row.difference == pytest.approx((better - worse) / 200)
 
 
