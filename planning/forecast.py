@@ -129,7 +129,7 @@ def _notes_on_rising(domains: dict[str, DomainForecast]) -> Iterator[str]:
         if not one.earlier_runs and one.now > one.start:
             yield (
                 f"{name} has risen since step 0, and this run alone cannot tell whether it falls again:"
-                " measured outcomes came below the interval (docs/measurements/forecast.md)"
+                " most measured outcomes lay outside the interval (docs/measurements/forecast.md)"
             )
 
 
