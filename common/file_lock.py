@@ -51,8 +51,7 @@ def is_held(path: Path) -> bool:
     if holder is None or "pid" not in holder:
         return path.exists()
     if holder.get("host") == socket.gethostname():
-        started = processes.start_time(holder["pid"])
-        return started is not None and started == holder.get("process_started")
+        return processes.is_alive(holder["pid"], holder.get("process_started", 0))
     try:
         return time.time() - path.stat().st_mtime < STALE_AFTER_S
     except OSError:

@@ -1,4 +1,4 @@
-"""The fault matrix says of every case what became of it, and goes on after one that fails."""
+"""The fault matrix reports how each case ended, and continues after a failed one."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_pickle_in_any_file_of_a_checkpoint_is_not_run(forked: Callable[..., A
 
 
 def _list_anew(checkpoint: Path) -> None:
-    """The checksums of the spoilt files, as whoever spoilt them can write them."""
+    """Record new checksums after a file was changed, as an attacker can."""
     names = json.loads((checkpoint / LIST).read_text())
     rows = {one: {"bytes": (checkpoint / one).stat().st_size, "sha256": file_sha256(checkpoint / one)} for one in names}
     (checkpoint / LIST).write_text(json.dumps(rows))
