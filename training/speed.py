@@ -16,7 +16,7 @@ from nemo.utils.get_rank import is_global_rank_zero
 
 from common.errors import GateError
 from training.async_read import AsyncRead
-from training.fast import embedding, layers, lm_head, mlp, qkv, wgrad
+from training.fast import embedding, fp8, layers, lm_head, mlp, qkv, wgrad
 from training.fast.graph import GraphedSchedule
 from training.fast.loss import SyncFreeLossReduction
 from training.fast.optimizer import DeviceStep
@@ -41,6 +41,9 @@ class Speed(pl.Callback):
         fused_mlp: compute SwiGLU in the matrix products, with QuACK (training/fast/mlp.py). Needs `fused_norm`.
         fused_embedding: add the embedding's gradient row by row (training/fast/embedding.py). Needs tensor and pipeline
             parallel size 1.
+        fp8: round the operands of gate and up to FP8 while training (training/fast/fp8.py). Another training than bf16;
+            off unless asked for. Needs `fused_mlp`.
+        fp8_lm_head: the same for the output layer. Needs `fused_lm_head`.
         device_step: clip gradients, run AdamW and check for NaN without a host sync (training/fast/optimizer.py).
         cuda_graph: capture a micro batch once and replay it (training/fast/graph.py). Needs `trainer.strategy.
             use_te_rng_tracker` with Transformer Engine, and pipeline parallel size 1.
@@ -60,11 +63,14 @@ class Speed(pl.Callback):
         device_step: bool = False,
         cuda_graph: bool = False,
         gc_freeze: bool = False,
+        fp8: bool = False,
+        fp8_lm_head: bool = False,
     ) -> None:
         self.sync_free_loss, self.sync_free_log = sync_free_loss, sync_free_log
         self.fused_lm_head, self.device_step = fused_lm_head, device_step
         self.fused_qkv, self.cuda_graph, self.gc_freeze = fused_qkv, cuda_graph, gc_freeze
         self.fused_norm, self.fused_mlp, self.fused_embedding = fused_norm, fused_mlp, fused_embedding
+        self.fp8, self.fp8_lm_head = fp8, fp8_lm_head
         self._device_step: DeviceStep | None = None
         self._schedule: GraphedSchedule | None = None
         self._delayed_log: DelayedLog | None = None
@@ -83,17 +89,25 @@ class Speed(pl.Callback):
         into_main_grad = bool(config.gradient_accumulation_fusion)
         for chunk in trainer.strategy.megatron_parallel:
             model = _find_gpt(chunk)
+            if self.fp8_lm_head:
+                needed = {"fused_lm_head": self.fused_lm_head}
+                _require_fp8("fp8_lm_head", needed, sharded or fp8.find_problem(config))
             if self.fused_lm_head and _usable("fused_lm_head", sharded):
-                lm_head.bind(model, into_main_grad)
+                lm_head.bind(model, into_main_grad, self.fp8_lm_head)
             if self.fused_qkv and _usable("fused_qkv", qkv.find_problem(config)):
                 qkv.bind(model)
             if self.fused_embedding and _usable("fused_embedding", sharded or embedding.find_problem(config)):
                 embedding.bind(model)
             ddp_config = get_attr_wrapped_model(chunk, "ddp_config")
-            if self.fused_norm and _usable("fused_norm", sharded or layers.find_problem(config, ddp_config)):
+            norm_problem = sharded or layers.find_problem(config, ddp_config)
+            mlp_problem = mlp.find_problem(config) if self.fused_mlp or self.fp8 else None
+            if self.fp8:
+                needed = {"fused_norm": self.fused_norm, "fused_mlp": self.fused_mlp}
+                _require_fp8("fp8", needed, norm_problem or mlp_problem or fp8.find_problem(config))
+            if self.fused_norm and _usable("fused_norm", norm_problem):
                 layers.bind(model, into_main_grad)
-                if self.fused_mlp and _usable("fused_mlp", mlp.find_problem(config)):
-                    mlp.bind(model)
+                if self.fused_mlp and _usable("fused_mlp", mlp_problem):
+                    mlp.bind(model, self.fp8)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]
@@ -226,3 +240,18 @@ def _usable(lever: str, problem: str | None) -> bool:
     if problem and is_global_rank_zero():
         log.warning("speed: %s is off: %s", lever, problem)
     return problem is None
+
+
+def _require_fp8(lever: str, needed: dict[str, bool], problem: str | None) -> None:
+    """Raise GateError if FP8 products, which train differently, were asked for and cannot be used."""
+    off = [f"speed.{name}" for name, on in needed.items() if not on]
+    problem = f"{' and '.join(off)} is off" if off else problem
+    if problem:
+        raise GateError(
+            f"speed.{lever} cannot be used",
+            expected="the levers it needs, and a model and GPU that they work on",
+            found=problem,
+            do=f"turn speed.{lever} off, or mend what was found",
+        )
+    if is_global_rank_zero():
+        log.info("speed: %s rounds operands to FP8 while training; gradients and validation use bf16", lever)

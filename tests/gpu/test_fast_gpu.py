@@ -128,7 +128,7 @@ def test_swiglu_in_the_epilogue() -> None:
     gate, up = (exact[0] @ exact[1].t()).chunk(2, dim=1)
     wanted = (torch.nn.functional.silu(gate) * up) @ exact[2].t()
     wanted.backward(grad.double())
-    found = SwiGLU.apply(x, gate_up, down)  # type: ignore[no-untyped-call]
+    found = SwiGLU.apply(x, gate_up, down, False)  # type: ignore[no-untyped-call]
     found.backward(grad)
     assert x.grad is not None and all(t.grad is not None for t in exact)
     assert _error(found, wanted) < 6e-3
@@ -202,3 +202,49 @@ def test_fast_and_plain_train_alike() -> None:
     print(compare_losses(plain, fast), compare_losses(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
     assert 5 * compare_losses(plain, fast)["mean_50"] < compare_losses(plain, higher)["mean_50"]
+
+
+@pytest.mark.parametrize("shape", [(1000, 896), (3, 48), (151_936, 896)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rounding_to_fp8_is_that_of_the_cpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from training.fast.fp8 import round_to_fp8
+
+    x = (7 * torch.randn(shape, device="cuda")).to(dtype)
+    found, wanted = round_to_fp8(x), round_to_fp8(x.cpu())
+    assert float(found.scale) == pytest.approx(float(wanted.scale), rel=1e-6)
+    same = found.values.cpu().float() == wanted.values.float()
+    assert same.float().mean() > 0.999  # a division against a product with the inverse: ties
+    back = found.values.float() * found.scale
+    assert _error(back, x) < 0.04
+    assert not round_to_fp8(torch.zeros_like(x)).values.float().any()
+
+
+def test_products_of_fp8_operands() -> None:
+    """Output layer and gated product against float64 on the rounded operands, so that only sums and outputs differ."""
+    from training.fast.fp8 import multiply, round_to_fp8
+    from training.fast.mlp import SwiGLU, is_installed
+
+    x = torch.randn(1008, 896, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    gate_up, down = _with_main_grads((2 * 4864, 896), (896, 4864))
+    rounded = [round_to_fp8(t.detach()) for t in (x, gate_up)]
+    back = [one.values.double() * one.scale.double() for one in rounded]
+    assert _error(multiply(rounded[0], rounded[1], torch.bfloat16), back[0] @ back[1].t()) < 4e-3
+    if not is_installed():
+        pytest.skip("QuACK is not installed")
+    gate, up = (back[0] @ back[1].t()).chunk(2, dim=1)
+    wanted = (torch.nn.functional.silu(gate) * up) @ down.double().t()
+    found = SwiGLU.apply(x, gate_up, down, True)  # type: ignore[no-untyped-call]
+    assert _error(found, wanted) < 8e-3
+    in_bf16 = SwiGLU.apply(x, gate_up, down, False)  # type: ignore[no-untyped-call]
+    assert 0.02 < _error(found, in_bf16) < 0.08
+    grad = torch.randn_like(found)
+    gradients = []
+    for out in (found, in_bf16):
+        x.grad = None
+        for weight in (gate_up, down):
+            weight.main_grad.zero_()  # type: ignore[attr-defined]
+        out.backward(grad)
+        assert x.grad is not None
+        gradients.append([x.grad, gate_up.main_grad.clone(), down.main_grad.clone()])  # type: ignore[attr-defined]
+    for one, other in zip(*gradients, strict=True):
+        assert _error(one, other) < 0.08

@@ -312,3 +312,37 @@ def add_column_sums(x: torch.Tensor, out: torch.Tensor) -> None:
 def _sum_partials(partial: torch.Tensor, out: torch.Tensor) -> None:
     rows, width = partial.shape
     _add_column_sums[(triton.cdiv(width, 32),)](partial, out, rows, width, at_once=64, block=32, num_warps=4)
+
+
+@triton.jit
+def _find_largest(x, largest, size, block: tl.constexpr):  # noqa: ANN001, ANN202
+    found = tl.zeros((block,), tl.float32)
+    for first in range(tl.program_id(0) * block, size, tl.num_programs(0) * block):
+        at = first + tl.arange(0, block)
+        found = tl.maximum(found, tl.abs(tl.load(x + at, at < size, 0.0).to(tl.float32)))
+    tl.atomic_max(largest, tl.max(found, 0))
+
+
+@triton.jit
+def _round_to_fp8(x, largest, values, scale, size, top, smallest, block: tl.constexpr):  # noqa: ANN001, ANN202
+    found = tl.maximum(tl.load(largest), smallest)
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    rounded = tl.load(x + at, at < size, 0.0).to(tl.float32) * (top / found)
+    tl.store(values + at, rounded.to(values.dtype.element_ty), at < size)
+    if tl.program_id(0) == 0:
+        tl.store(scale, found / top)
+
+
+def round_to_fp8(x: torch.Tensor, top: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """training.fast.fp8.round_to_fp8 on a GPU: values (float8_e4m3fn, as x) and scale (fp32 scalar).
+
+    The first pass finds the largest magnitude; much of x is still in the L2 cache for the second.
+    """
+    x = x.contiguous()
+    largest, scale = torch.zeros((), device=x.device), torch.empty((), device=x.device)
+    values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    _find_largest[(_PROGRAMS,)](x, largest, x.numel(), block=8192, num_warps=8)
+    _round_to_fp8[(triton.cdiv(x.numel(), 8192),)](
+        x, largest, values, scale, x.numel(), top, smallest, block=8192, num_warps=8
+    )
+    return values, scale

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from training.fast.fp8 import multiply, round_to_fp8
 from training.fast.wgrad import accumulate
 
 _VALIDATION_CHUNK = 4096  # tokens; the logits of a chunk are freed before the next one
@@ -45,14 +46,20 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     hidden: [tokens, hidden]; weight: [vocab, hidden], the same dtype; labels: int64[tokens]; losses: fp32[tokens].
     With `into_main_grad` the weight's gradient is added to `weight.main_grad` (Megatron's fp32 gradient buffer) in the
-    matrix product itself, and autograd gets none.
+    matrix product itself, and autograd gets none. With `fp8` the logits come from FP8 operands (training/fast/fp8.py).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, into_main_grad: bool, tied: bool
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        into_main_grad: bool,
+        tied: bool,
+        fp8: bool,
     ) -> torch.Tensor:
-        logits = hidden @ weight.t()
+        logits = multiply(round_to_fp8(hidden), round_to_fp8(weight), hidden.dtype) if fp8 else hidden @ weight.t()
         losses = cross_entropy_(logits, labels)
         ctx.save_for_backward(hidden, weight, logits)
         ctx.into_main_grad, ctx.tied = into_main_grad, tied
@@ -68,21 +75,26 @@ class LinearCrossEntropy(torch.autograd.Function):
         dhidden = (dlogits @ weight).mul_(grad)
         scaled = torch.mul(hidden, grad, out=torch.empty_like(hidden))
         if not ctx.into_main_grad:
-            return dhidden, dlogits.t() @ scaled, None, None, None
+            return dhidden, dlogits.t() @ scaled, None, None, None, None
         accumulate(scaled, dlogits, weight.main_grad)
         if ctx.tied:  # the embedding's gradient of the same weight comes later, and DDP's hook adds it
-            return dhidden, None, None, None, None
+            return dhidden, None, None, None, None, None
         weight.grad_added_to_main_grad = True  # DDP's hook then ignores the empty tensor below
-        return dhidden, torch.empty_like(weight), None, None, None
+        return dhidden, torch.empty_like(weight), None, None, None, None
 
 
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, into_main_grad: bool = False, tied: bool = False
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    into_main_grad: bool = False,
+    tied: bool = False,
+    fp8: bool = False,
 ) -> torch.Tensor:
-    """Apply `LinearCrossEntropy`; without gradients in chunks of tokens, so that validation needs little memory."""
+    """Apply `LinearCrossEntropy`; without gradients in chunks of tokens and never in FP8, as validation does."""
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         losses: torch.Tensor = LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, labels, into_main_grad, tied
+            hidden, weight, labels, into_main_grad, tied, fp8
         )
         return losses
     chunks = zip(hidden.split(_VALIDATION_CHUNK), labels.split(_VALIDATION_CHUNK), strict=True)
@@ -100,7 +112,7 @@ class _DeferredLogits:
         return (self.hidden @ self.weight.t()).transpose(first, second)
 
 
-def bind(model: Any, into_main_grad: bool) -> None:
+def bind(model: Any, into_main_grad: bool, fp8: bool = False) -> None:
     """Replace `output_layer` and `compute_language_model_loss` of a built `megatron.core.models.gpt.GPTModel`.
 
     Only for tensor and pipeline parallel size 1, where a rank has the whole vocabulary, the embedding and the output
@@ -108,6 +120,7 @@ def bind(model: Any, into_main_grad: bool) -> None:
 
     Args:
         into_main_grad: the model uses `gradient_accumulation_fusion`.
+        fp8: while training, the logits come from FP8 operands.
     """
     tied = bool(model.share_embeddings_and_output_weights)
 
@@ -120,7 +133,7 @@ def bind(model: Any, into_main_grad: bool) -> None:
         """labels: int64[batch, seq] -> fp32[batch, seq]."""
         seq, batch, width = logits.hidden.shape
         flat = labels.transpose(0, 1).reshape(-1)
-        losses = linear_cross_entropy(logits.hidden.view(-1, width), logits.weight, flat, into_main_grad, tied)
+        losses = linear_cross_entropy(logits.hidden.view(-1, width), logits.weight, flat, into_main_grad, tied, fp8)
         return losses.view(seq, batch).transpose(0, 1).contiguous()
 
     model.output_layer.forward = output_layer
