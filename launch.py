@@ -109,7 +109,7 @@ def soup(
         Optional[int], typer.Option(metavar="K", help="Merge the newest K checkpoints; default: all there are.")
     ] = None,
     shape: Annotated[
-        str, typer.Option(metavar="SHAPE", help="uniform, or 1-sqrt: the weights of such a decay.")
+        str, typer.Option("--shape", metavar="SHAPE", help="uniform, or 1-sqrt: the weights of such a decay.")
     ] = "1-sqrt",
     keep: Annotated[Optional[str], typer.Option(metavar="NEW", help="Keep the merge, as the run NEW.")] = None,
 ) -> None:

@@ -2,16 +2,16 @@
 
 Its tables are in docs/measurements/one-gpu-throughput.md and docs/measurements/cpu-throughput.md.
 
-    python -m bench.compare [--case NAME ...] [--rounds 2] [--skip-stock] [--peers compile,liger] [--peer-path PATH]
-        [--json FILE]
+    python -m bench.compare [--case NAME ...] [--rounds 2] [--skip-stock] [--fp8] [--peers compile,liger]
+        [--peer-path PATH] [--json FILE]
     python -m bench.compare --case "1.3M on the CPU" --rounds 5
 
 Each case runs stock NeMo once, then our recipe and the peers (the variants of bench.peer_hf; on a CPU they are the
 same) alternately `--rounds` times, each in a process of its own; the table has the fastest peer and its name, and a
-variant that cannot run is named below it. Imports overlap, measurements do not; on the CPU imports do not overlap
-either, because they would slow the measurement. Throughput is the median of the rounds, memory the largest. All but the
-CPU case need one GPU and a prepared corpus in corpora/mine. `--peer-path` is the PYTHONPATH of a peer with another
-version of transformers.
+variant that cannot run is named below it. `--fp8` measures our recipe with FP8 products as well. Imports overlap,
+measurements do not; on the CPU imports do not overlap either, because they would slow the measurement. Throughput is
+the median of the rounds, memory the largest. All but the CPU case need one GPU and a prepared corpus in corpora/mine.
+`--peer-path` is the PYTHONPATH of a peer with another version of transformers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from bench.turns import measure_in_turns
 
 _REDUCED_12_GROUPS = ["--recipe", "qwen25_500m_single", "model.config.num_query_groups=12"]
 _SEQ_1024 = ["data.seq_length=1024", "model.config.seq_length=1024"]
+_FP8 = ["speed.fp8=True", "speed.fp8_lm_head=True"]
 # name: (recipe and shape, micro batch, micro batch of stock NeMo, global batch, timed steps)
 CASES = {
     "306M, global batch 4": (["--recipe", "qwen25_500m_single"], 4, 1, 4, 200),
@@ -46,8 +47,10 @@ CPU = "1.3M on the CPU"
 CASES[CPU] = (["--recipe", "qwen25_tiny"], 4, 4, 4, 60)
 
 
-def list_commands(case: str, rounds: int, stock_too: bool, peers: list[str]) -> list[tuple[str, list[str]]]:
-    """("stock", "ours" or the peer's variant, arguments after `python -m`) of one case, in the order of the runs."""
+def list_commands(
+    case: str, rounds: int, stock_too: bool, peers: list[str], fp8_too: bool = False
+) -> list[tuple[str, list[str]]]:
+    """("stock", "ours", "fp8" or the peer's variant, arguments after `python -m`) of one case, in order."""
     recipe, micro, stock_micro, total, steps = CASES[case]
     batch = [*recipe, f"data.global_batch_size={total}", "--steps", str(steps)]
     stock = [
@@ -63,7 +66,8 @@ def list_commands(case: str, rounds: int, stock_too: bool, peers: list[str]) -> 
         (name, ["bench.peer_hf", "--variant", name, *batch, f"data.micro_batch_size={micro}"]) for name in peers
     ]
     variants = variants[:1] if case == CPU else variants
-    return [("stock", stock)] * stock_too + [("ours", ours), *variants] * rounds
+    fp8 = [("fp8", [*ours, *_FP8])] if fp8_too and case != CPU else []
+    return [("stock", stock)] * stock_too + [("ours", ours), *fp8, *variants] * rounds
 
 
 def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[st
     found: dict[str, Any] = {"case": case}
     fastest = max(speeds, key=lambda name: speeds[name], default=None)
     found |= {f"{name}_error": r["error"] for name, results in by_name.items() for r in results if "error" in r}
-    for name, variant in (("stock", "stock"), ("ours", "ours"), ("peer", fastest)):
+    for name, variant in (("stock", "stock"), ("ours", "ours"), ("fp8", "fp8"), ("peer", fastest)):
         results = by_name.get(variant or "", [])
         if not results or any("error" in result for result in results):
             continue
@@ -96,8 +100,9 @@ def summarize_case(case: str, runs: list[tuple[str, dict[str, Any]]]) -> dict[st
 def format_table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, and a line for each benchmark that failed."""
     lines = [
-        "| case | stock | fastest peer | ours | ours / peer | GiB peer | GiB ours | p99 / p50 | of the matmul rate |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | stock | fastest peer | ours | with FP8 | ours / peer | GiB peer | GiB ours | p99 / p50"
+        " | of the matmul rate |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     failed = [f"{r['case']}, {name}: {value}" for r in rows for name, value in r.items() if name.endswith("_error")]
     for r in rows:
@@ -109,6 +114,7 @@ def format_table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {r['case']} | {r.get('stock_tokens_per_second', 0):,.0f}"
             f" | {r['peer_tokens_per_second']:,.0f} ({r['peer']}) | {r['ours_tokens_per_second']:,.0f}"
+            f" | {f'{fp8:,.0f}' if (fp8 := r.get('fp8_tokens_per_second')) else ''}"
             f" | {r['ratio']:.2f} | {gib[0]} | {gib[1]} | {r['ours_p99_over_p50']:.2f} | {rate} |"
         )
     return "\n".join([*lines, "", *failed] if failed else lines)
@@ -120,6 +126,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=list(CASES), help="default: all cases of the GPU")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-stock", action="store_true", help="only our recipe and the peers")
+    parser.add_argument("--fp8", action="store_true", help="our recipe with FP8 products too")
     parser.add_argument("--peers", default=",".join(VARIANTS), help="variants of bench.peer_hf; default: %(default)s")
     parser.add_argument("--peer-path", help="PYTHONPATH of the peer's processes")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -129,7 +136,9 @@ def main() -> None:
     peers = args.peers.split(",")
     if unknown := set(peers) - set(VARIANTS):
         parser.error(f"--peers: expected some of {', '.join(VARIANTS)}, found {', '.join(sorted(unknown))}")
-    commands = [(case, *one) for case in cases for one in list_commands(case, args.rounds, not args.skip_stock, peers)]
+    commands = [
+        (case, *one) for case in cases for one in list_commands(case, args.rounds, not args.skip_stock, peers, args.fp8)
+    ]
     paths = [args.peer_path if name in VARIANTS else None for _, name, _ in commands]
     at_once = 1 if CPU in cases else 6
     results = measure_in_turns([command for _, _, command in commands], sys.stderr, paths, at_once)

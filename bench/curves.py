@@ -43,7 +43,7 @@ def compare_losses(one: list[float], other: list[float]) -> dict[str, float]:
     """Mean and largest difference, over the first 50 steps and over all."""
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     return {
-        "mean_50": sum(gaps[:50]) / 50,
+        "mean_50": sum(gaps[:50]) / len(gaps[:50]),
         "largest_50": max(gaps[:50]),
         "mean": sum(gaps) / len(gaps),
         "largest": max(gaps),

@@ -18,7 +18,7 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER_PROCESS = "LAUNCHER_PROCESS"  # environment variable of a rank: HOST:PID of the launcher that waits for it
 LAUNCHER_OUTSIDE = "LAUNCHER_OUTSIDE"  # of a rank in a container, whose launcher is seen by its lock only
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # mpirun passes on SIGUSR1 for Ctrl-C
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # SIGUSR1: Ctrl-C from the launcher
 
 
 def ignore_stop_signals(*_: object) -> None:

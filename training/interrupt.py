@@ -16,7 +16,7 @@ from training import sigterm
 from training.async_read import AsyncRead
 from training.global_totals import sum_over_ranks
 
-_CTRL_C = (signal.SIGINT, signal.SIGUSR1)  # mpirun passes Ctrl-C on to its ranks as SIGUSR1
+_CTRL_C = (signal.SIGINT, signal.SIGUSR1)  # SIGUSR1: from the launcher (launcher/executors/signals.py)
 log = logging.getLogger("launch")
 
 

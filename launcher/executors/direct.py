@@ -13,7 +13,7 @@ from common.commands import python_path
 from launcher import rank_main
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.signals import ForwardSignals
+from launcher.executors.signals import CTRL_C, ForwardSignals
 from launcher.rank_watch import RankWatch
 
 log = logging.getLogger("launch")
@@ -42,7 +42,7 @@ def _train_in_child(job: Job) -> int:
     with own.open("a") as output, Follower(job.logs / "console.log"):
         environment = {**os.environ, "PYTHONPATH": python_path()}
         rank = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        forward = ForwardSignals(lambda count: rank.send_signal(signal.SIGINT if count < 3 else signal.SIGKILL))
+        forward = ForwardSignals(lambda count: rank.send_signal(CTRL_C if count < 3 else signal.SIGKILL))
         with forward, RankWatch(job.logs):
             rank.wait()
     return rank_states.log_outcome(job.logs, 1, own, rank.returncode)

@@ -13,7 +13,7 @@ from common import logs, processes, rank_states
 from common.commands import python_path
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.signals import ForwardSignals
+from launcher.executors.signals import CTRL_C, ForwardSignals
 from launcher.rank_watch import RankWatch
 from training.distributed import rank_env
 
@@ -102,4 +102,4 @@ def _signal_ranks(job: Job, count: int) -> None:
     for state in known:
         if state.state == rank_states.RUNNING:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(state.pid, signal.SIGINT if count < 3 else signal.SIGKILL)
+                os.kill(state.pid, CTRL_C if count < 3 else signal.SIGKILL)

@@ -23,7 +23,7 @@ from common.machine_facts import find_free_port
 from launcher.cluster_file import Mpirun
 from launcher.executors import Job
 from launcher.executors.follow import Follower
-from launcher.executors.signals import ForwardSignals
+from launcher.executors.signals import CTRL_C, ForwardSignals
 from launcher.rank_watch import RankWatch
 from training.distributed import rank_env
 
@@ -62,7 +62,7 @@ def submit(job: Job) -> int:
     with own.open("a") as output, Follower(job.logs / "console.log"):
         ranks = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         # it forwards SIGUSR1 to the ranks of all hosts; on SIGINT it would kill them
-        forward = ForwardSignals(lambda count: ranks.send_signal(signal.SIGUSR1 if count < 3 else signal.SIGTERM))
+        forward = ForwardSignals(lambda count: ranks.send_signal(CTRL_C if count < 3 else signal.SIGTERM))
         with forward, RankWatch(job.logs):
             ranks.wait()
             rank_states.wait_until_ended(job.logs)

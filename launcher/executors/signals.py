@@ -10,6 +10,9 @@ from types import FrameType
 from common.processes import not_ignored
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# What the ranks take for a Ctrl-C. Not SIGINT: where a script starts the launcher in the background (`launch.py &`),
+# the shell lets it and all processes below it ignore SIGINT, and a SIGTERM to the launcher would be lost on the way.
+CTRL_C = signal.SIGUSR1
 
 
 class ForwardSignals:

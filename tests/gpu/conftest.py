@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests import fork_server
 
 
-@pytest.fixture(autouse=True)
-def _real_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(fork_server.VARIABLE, raising=False)
+@pytest.fixture(scope="session", autouse=True)
+def _real_processes() -> Iterator[None]:
+    """For the whole session, because fixtures of a module start runs too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(fork_server.VARIABLE, raising=False)
+        yield

@@ -184,24 +184,25 @@ def test_adamw_in_one_pass_is_torchs(offset: int) -> None:
 
 
 def test_fast_and_plain_train_alike() -> None:
-    """50 steps in bf16: five times closer to the plain path's losses than a plain run with a learning rate 1% higher.
+    """30 steps in bf16: five times closer to the plain path's losses than a plain run with a learning rate 1% higher.
 
-    (Against the plain path summed in another order there is no bound to give: it is 0.0002 off on one card, 0.0008 on
-    another.)
+    At a third of the recipe's learning rate, and no longer: with the recipe's own the same run started twice differed
+    by 0.16 at step 41 on a corpus of source code, and any two runs as much as these.
     """
     from bench.curves import compare_losses
     from bench.turns import measure_in_turns
 
     if not Path("corpora/mine").is_dir():
         pytest.skip("no corpus in corpora/mine")
-    run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "42", "--losses"]
-    batch = ["data.micro_batch_size=4"]
-    ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", *batch, "optim.config.lr=3.03e-4"]]
+    run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "22", "--losses", "data.micro_batch_size=4"]
+    low, higher_rate = "optim.config.lr=1e-4", "optim.config.lr=1.01e-4"
     with Path("fast-and-plain.log").open("w") as log:
-        plain, fast, higher = (result["losses"] for result in measure_in_turns(ways, log))
+        results = measure_in_turns([[*run, "--plain", low], [*run, low], [*run, "--plain", higher_rate]], log)
+    assert not [result for result in results if "error" in result], results
+    plain, fast, higher = (result["losses"] for result in results)
     print(compare_losses(plain, fast), compare_losses(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
-    assert 5 * compare_losses(plain, fast)["mean_50"] < compare_losses(plain, higher)["mean_50"]
+    assert 5 * compare_losses(plain, fast)["mean"] < compare_losses(plain, higher)["mean"]
 
 
 @pytest.mark.parametrize("shape", [(1000, 896), (3, 48), (151_936, 896)])
@@ -238,13 +239,13 @@ def test_products_of_fp8_operands() -> None:
     in_bf16 = SwiGLU.apply(x, gate_up, down, False)  # type: ignore[no-untyped-call]
     assert 0.02 < _error(found, in_bf16) < 0.08
     grad = torch.randn_like(found)
-    gradients = []
+    gradients: list[list[torch.Tensor]] = []
     for out in (found, in_bf16):
         x.grad = None
         for weight in (gate_up, down):
             weight.main_grad.zero_()  # type: ignore[attr-defined]
         out.backward(grad)
         assert x.grad is not None
-        gradients.append([x.grad, gate_up.main_grad.clone(), down.main_grad.clone()])  # type: ignore[attr-defined]
+        gradients.append([x.grad, *(weight.main_grad.clone() for weight in (gate_up, down))])
     for one, other in zip(*gradients, strict=True):
         assert _error(one, other) < 0.08

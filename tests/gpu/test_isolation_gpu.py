@@ -132,23 +132,23 @@ def test_one_graph_reads_the_borders_of_each_batch(one_rank: None) -> None:
 
 @needs_corpus
 def test_the_levers_train_isolated_documents_as_the_plain_path_does() -> None:
-    """bf16: first loss within 1e-3, 50 steps closer to the plain path than a plain run with a learning rate 1% higher.
+    """bf16: first loss within 1e-3, 30 steps closer to the plain path than a plain run with a learning rate 1% higher.
 
     The fast path has the CUDA graph, its own RoPE and THD attention; the plain one Megatron's RoPE per document.
     """
     from bench.curves import compare_losses
     from bench.turns import measure_in_turns
 
-    run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "42", "--losses"]
-    batch = ["data.micro_batch_size=4", ISOLATED]
-    ways = [[*run, "--plain", *batch], [*run, *batch], [*run, "--plain", *batch, "optim.config.lr=3.03e-4"]]
+    run = ["bench.throughput", "--recipe", "qwen25_500m_single", "--steps", "22", "--losses", "data.micro_batch_size=4"]
+    low, higher_rate = "optim.config.lr=1e-4", "optim.config.lr=1.01e-4"  # as in test_fast_gpu.py
+    ways = [[*run, "--plain", ISOLATED, low], [*run, ISOLATED, low], [*run, "--plain", ISOLATED, higher_rate]]
     with Path("isolated-fast-and-plain.log").open("w") as log:
         results = measure_in_turns(ways, log)
     assert not [result for result in results if "error" in result], results
     plain, fast, higher = (result["losses"] for result in results)
     print(compare_losses(plain, fast), compare_losses(plain, higher))
     assert fast[0] == pytest.approx(plain[0], abs=1e-3)
-    assert 5 * compare_losses(plain, fast)["mean_50"] < compare_losses(plain, higher)["mean_50"]
+    assert 5 * compare_losses(plain, fast)["mean"] < compare_losses(plain, higher)["mean"]
 
 
 @needs_corpus

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from typer.models import ArgumentInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "nemo", "nemo_run", "transformers", "lightning", "megatron", "numpy")
@@ -77,3 +79,16 @@ def test_an_option_says_its_default_or_an_example(option: str) -> None:
     command = dict(_commands(typer.main.get_command(launch.app)))["train"]
     text = next(parameter.help for parameter in command.params if option in parameter.opts)
     assert "default: " in text or f"({option} " in text
+
+
+def test_no_option_is_called_by_its_metavar() -> None:
+    """Typer 0.27 names `shape: ... typer.Option(metavar="SHAPE")` --SHAPE: where they are alike, name it."""
+    import launch
+
+    commands = [one for app in (launch.app, launch.data, launch.convert) for one in app.registered_commands]
+    for command in commands:
+        for name, parameter in inspect.signature(cast(Any, command.callback), eval_str=True).parameters.items():
+            for found in getattr(parameter.annotation, "__metadata__", ()):
+                metavar = (getattr(found, "metavar", None) or "").lower()
+                own_name = isinstance(found.default, str)  # where Annotated keeps the first name until it is read
+                assert metavar != name or own_name or isinstance(found, ArgumentInfo), (command.callback, name)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,11 +23,15 @@ WORDS = ("trainer.max_steps=100000", "log.ckpt.every_n_train_steps=100000", "tra
 
 
 @contextmanager
-def _started(sample: Path, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A launch in a process group of its own, with no process that another test has forked; killed at the end."""
+def _started(sample: Path, folder: Path, *words: str, by: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A launch in a process group of its own, with no process that another test has forked; killed at the end.
+
+    Args:
+        by: the words in front of the command, of a program that becomes it.
+    """
     env = {name: value for name, value in os.environ.items() if name != "CPT_FORK_SERVER"}
     paths = [f"data.paths={sample / 'prose'}", f"data.index_mapping_dir={folder / 'cache'}"]
-    command = [sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "a", *words, *WORDS]
+    command = [*by, sys.executable, str(ROOT / "launch.py"), "--recipe", "qwen25_tiny", "--name", "a", *words, *WORDS]
     command += [*paths, "trainer.log_every_n_steps=1"]
     with (folder / "said").open("w") as said:
         launcher = subprocess.Popen(command, cwd=folder, env=env, stderr=said, start_new_session=True)
@@ -89,4 +93,15 @@ def test_a_rank_whose_torchrun_is_killed(sample: Path, tmp_path: Path) -> None:
         os.kill(torchrun, signal.SIGKILL)
         assert launcher.wait(timeout=300) == 130, (tmp_path / "said").read_text()
         assert not is_alive(rank)
+        _check_saved(run)
+
+
+def test_the_end_of_a_launcher_that_a_script_has_started_in_the_background(sample: Path, tmp_path: Path) -> None:
+    """The shell of `launch.py ... &` in a script lets it ignore SIGINT, and its rank inherits that."""
+    run = RunDir("a", tmp_path / "runs")
+    by = ["bash", "-c", 'trap "" INT; exec "$@"', "bash"]
+    with _started(sample, tmp_path, "--retries", "1", by=by) as launcher:
+        _wait(lambda: run.metrics.exists() and '"step": 3,' in run.metrics.read_text(), tmp_path)
+        launcher.terminate()
+        assert launcher.wait(timeout=100) == 130, (tmp_path / "said").read_text()
         _check_saved(run)
