@@ -74,6 +74,11 @@ MODULES = {
     "nemo.collections.nlp.modules": Lazy("as nemo.collections.nlp", 0.1, True),
     "nemo.collections.nlp.modules.common": Lazy("as nemo.collections.nlp", 0.1, True),
     "nemo.collections.nlp.modules.common.megatron": Lazy("as nemo.collections.nlp", 0.1, True),
+    "nemo.collections.nlp.modules.common.tokenizer_utils": Lazy(
+        "the data module, which is given a tokenizer, imports a function; transformers' models and scipy come with it",
+        0.4,
+        calls={"get_nmt_tokenizer": "nemo.collections.nlp.modules.common.tokenizer_utils:get_nmt_tokenizer"},
+    ),
     # NVIDIA Model Optimizer: NeMo's strategy asks at each checkpoint whether the model was optimized by it
     "modelopt.torch": Lazy("quantization, pruning, distillation; imports peft and transformers' trainer", 4.2, True),
     "modelopt.torch.opt": Lazy(

@@ -48,4 +48,4 @@ def mlflow_is_here(monkeypatch: pytest.MonkeyPatch) -> bool:
     return is_installed("mlflow")
 
 
-SHORT = ("trainer.val_check_interval=1000", "trainer.log_every_n_steps=1")
+SHORT = ("trainer.val_check_interval=1000", "trainer.limit_val_batches=1", "trainer.log_every_n_steps=1")

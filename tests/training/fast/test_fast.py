@@ -17,6 +17,9 @@ from tests.training.conftest import SHORT, train
 pytestmark = pytest.mark.nemo
 
 STEPS = int(os.environ.get("STEPS", "20"))  # 50 is the long exercise of docs/measurements/same-training.md
+SEQ = 64
+RUN = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", f"data.seq_length={SEQ}")
+RUN += (f"model.config.seq_length={SEQ}",)
 
 
 def _counted(sample: Path, spied: str, *words: str) -> tuple[list[dict[str, Any]], int]:
@@ -64,9 +67,7 @@ def test_each_lever_trains_as_the_plain_path_does(
 ) -> None:
     """fp32 on the CPU, same seed: the losses agree to 2e-5 (another order of sums, grown over the run)."""
     spied, least = LEVERS[lever]
-    rows, calls = forked(
-        _counted, sample, spied, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", *lever.split()
-    )
+    rows, calls = forked(_counted, sample, spied, *RUN, *lever.split())
     assert calls >= least * STEPS
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
 
@@ -75,8 +76,7 @@ def test_each_lever_trains_as_the_plain_path_does(
 def plain(nemo: None, sample: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     from tests.conftest import call_in_fork
 
-    words = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
-    rows = call_in_fork(train, sample, *words, cwd=tmp_path_factory.mktemp("plain"))
+    rows = call_in_fork(train, sample, *RUN, cwd=tmp_path_factory.mktemp("plain"))
     return [row["loss"] for row in rows if "loss" in row]
 
 
@@ -168,10 +168,10 @@ def test_the_graphs_schedule_trains_as_megatrons_does(
     sample: Path, forked: Callable[..., Any], plain: list[float]
 ) -> None:
     """The same batches, gradients over micro batches and losses (tests/gpu has the real graph)."""
-    rows, replays = forked(_replayed, sample, *SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2")
+    rows, replays = forked(_replayed, sample, *RUN)
     assert replays == 2 * STEPS
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(plain, abs=2e-5)
-    assert rows[-1]["unmasked_tokens"] == STEPS * 4 * 256
+    assert rows[-1]["unmasked_tokens"] == STEPS * 4 * SEQ
 
 
 def _poisoned(sample: Path) -> str:
