@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.faults import ROOT, DrilledRun, kill, wait_for
-from common.json_files import read_json_lines, read_json_object
+from common.json_files import read_json_lines
 from common.processes import is_alive
 
 LIMIT_S = 240.0
@@ -105,10 +105,8 @@ def find_target(run: DrilledRun, target: str, earlier: set[int]) -> int | None:
     Args:
         earlier: children of rank 0 before the phase began: its data workers.
     """
-    assert run.launcher is not None
     if target == "launcher":
-        holder = read_json_object(run.run.path / ".lock-launcher")
-        return holder["pid"] if holder and is_alive(holder["pid"]) else run.launcher.pid
+        return run.launcher_pid()
     if target == "torchrun":
         return run.torchrun()
     if target.startswith("rank-"):

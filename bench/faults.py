@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from common import rank_states, run_status
-from common.json_files import read_json_lines
+from common.json_files import read_json_lines, read_json_object
 from common.processes import is_alive
 from common.run_status import read_status
 from common.rundir import RunDir
@@ -65,6 +65,13 @@ class DrilledRun:
                 command, cwd=self.folder, stdout=stream, stderr=stream, start_new_session=True
             )
 
+    def launcher_pid(self) -> int | None:
+        """The process that launches: not the one that was started, where tests fork the one that works for it."""
+        if self.launcher is None or self.launcher.poll() is not None:
+            return None
+        holder = read_json_object(self.run.path / ".lock-launcher")
+        return holder["pid"] if holder and is_alive(holder["pid"]) else self.launcher.pid
+
     def exit_code(self) -> int | None:
         """The launcher's exit code, or None while it runs."""
         assert self.launcher is not None
@@ -104,9 +111,10 @@ class DrilledRun:
 
     def torchrun(self) -> int | None:
         """The process that starts the ranks of this machine, where there is one."""
-        if self.launcher is None or self.launcher.poll() is not None:
+        launcher = self.launcher_pid()
+        if launcher is None:
             return None
-        found = psutil.Process(self.launcher.pid).children(recursive=True)
+        found = psutil.Process(launcher).children(recursive=True)
         return next((p.pid for p in found if any(word.endswith("torchrun") for word in _command(p))), None)
 
     def is_saving(self) -> bool:

@@ -16,7 +16,8 @@ from tests import fork_server
 from tests.docs.pages import ROOT
 
 FROM_THE_PILOT = ("optim.config.lr=", "data.replay_share=")  # of the command that the Makefile takes from pilot.json
-LENGTH, SHORT = "--tokens 409600", "--tokens 112640"  # 110 steps: the pilot's budget then holds six trainings
+# 110 steps of 4 x 64 tokens: the pilot's budget then holds six trainings
+LENGTH, SHORT = "--tokens 409600", "--tokens 28160 data.seq_length=64 model.config.seq_length=64"
 
 
 def _commands() -> list[str]:

@@ -81,7 +81,7 @@ def _check_errors(run: RunDir, rows: list[dict[str, Any]]) -> None:
     for name, documents in kept[1].items():
         first = validated[0]["validation"][name]
         assert documents.losses.sum() / documents.tokens.sum() == pytest.approx(first["loss"], rel=1e-12)
-        assert documents.tokens.sum() == first["tokens"] == 8 * 4 * 256
+        assert documents.tokens.sum() == first["tokens"] == 4 * 256
         assert (first["change"], first["change_standard_error"]) == (0.0, 0.0)
         for row in validated:
             found = row["validation"][name]
