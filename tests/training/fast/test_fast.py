@@ -18,7 +18,7 @@ pytestmark = pytest.mark.nemo
 
 STEPS = int(os.environ.get("STEPS", "20"))  # 50 is the long exercise of docs/measurements/same-training.md
 SEQ = 64
-RUN = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", f"data.seq_length={SEQ}")
+RUN: tuple[str, ...] = (*SHORT, f"trainer.max_steps={STEPS}", "data.micro_batch_size=2", f"data.seq_length={SEQ}")
 RUN += (f"model.config.seq_length={SEQ}",)
 
 
