@@ -34,6 +34,7 @@ def test_a_failed_measurement_is_shown_and_not_averaged() -> None:
     runs: list[tuple[str, dict[str, Any]]] = [
         ("stock", {"error": "exit code 1"}),
         ("ours", good),
+        ("fp8", {**good, "tokens_per_second": 3.0}),
         ("compile", {**good, "tokens_per_second": 0.5}),
         ("reduce-overhead", {**good, "tokens_per_second": 1.0}),
         ("liger", {**good, "tokens_per_second": 9.0}),
@@ -45,4 +46,4 @@ def test_a_failed_measurement_is_shown_and_not_averaged() -> None:
     broken = summarize_case("case", [("stock", good), ("ours", {"error": "exit code 137"}), ("compile", good)])
     table = format_table([found, broken])
     assert "ratio" not in broken and "ours_error: exit code 137" in table and "liger_error: exit code 2" in table
-    assert "1 (reduce-overhead) | 2 | 2.00 |" in table
+    assert "1 (reduce-overhead) | 2 | 3 | 2.00 |" in table
