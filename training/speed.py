@@ -91,7 +91,7 @@ class Speed(pl.Callback):
             model = _find_gpt(chunk)
             if self.fp8_lm_head:
                 needed = {"fused_lm_head": self.fused_lm_head}
-                _require_fp8("fp8_lm_head", needed, sharded or fp8.find_problem(config))
+                _require_fp8("fp8_lm_head", needed, sharded or fp8.find_problem(config, model.vocab_size))
             if self.fused_lm_head and _usable("fused_lm_head", sharded):
                 lm_head.bind(model, into_main_grad, self.fp8_lm_head)
             if self.fused_qkv and _usable("fused_qkv", qkv.find_problem(config)):
@@ -103,7 +103,8 @@ class Speed(pl.Callback):
             mlp_problem = mlp.find_problem(config) if self.fused_mlp or self.fp8 else None
             if self.fp8:
                 needed = {"fused_norm": self.fused_norm, "fused_mlp": self.fused_mlp}
-                _require_fp8("fp8", needed, norm_problem or mlp_problem or fp8.find_problem(config))
+                size_problem = fp8.find_problem(config, 2 * config.ffn_hidden_size)
+                _require_fp8("fp8", needed, norm_problem or mlp_problem or size_problem)
             if self.fused_norm and _usable("fused_norm", norm_problem):
                 layers.bind(model, into_main_grad)
                 if self.fused_mlp and _usable("fused_mlp", mlp_problem):

@@ -47,13 +47,16 @@ def multiply(x: Rounded, weight: Rounded, dtype: torch.dtype) -> torch.Tensor:
     return (x.values.float() @ weight.values.float().t() * (x.scale * weight.scale)).to(dtype)
 
 
-def find_problem(config: Any) -> str | None:
-    """Why a GPU or a model of this Megatron configuration cannot use FP8 products, or None. A CPU emulates them."""
+def find_problem(config: Any, width: int) -> str | None:
+    """Why a GPU or a model of this Megatron configuration cannot use FP8 products, or None. A CPU emulates them.
+
+    Args:
+        width: of the product's output.
+    """
     if torch.cuda.is_available():
         if torch.cuda.get_device_capability() < (8, 9):
             return "it needs a GPU with FP8 matrix units (Ada, Hopper or newer)"
         if not config.bf16:
             return "it needs bf16"
-    if config.hidden_size % 16:
-        return "model.config.hidden_size must be a multiple of 16"
-    return None
+    sizes = config.hidden_size, width
+    return f"its sizes must be multiples of 16, found {sizes[0]} x {sizes[1]}" if any(n % 16 for n in sizes) else None

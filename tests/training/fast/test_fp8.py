@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,16 @@ def test_training_with_fp8_stays_close(sample: Path, forked: Callable[..., Any])
     differences = [abs(a - b) for a, b in zip(*losses, strict=True)]
     assert len(differences) == 40
     assert 0 < max(differences) < 0.02
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(896, 151_937), (904, 4_096)])
+def test_sizes_that_the_matrix_units_do_not_take(hidden: int, width: int) -> None:
+    from training.fast.fp8 import find_problem
+
+    config = types.SimpleNamespace(hidden_size=hidden, bf16=True)
+    problem = find_problem(config, width)
+    assert problem is not None and f"{hidden} x {width}" in problem
+    assert find_problem(types.SimpleNamespace(hidden_size=896, bf16=True), 151_936) is None
 
 
 def _refused(sample: Path, name: str, *words: str) -> str:
