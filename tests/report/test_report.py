@@ -313,6 +313,13 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fewer_figures")
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the text: drawing takes most of the time of a report."""
+    monkeypatch.setattr("report.report.draw_figures", lambda *_: {})
+
+
+@pytest.mark.usefixtures("without_figures")
 def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     """By the record of its base, or by another loss before the first step."""
     run, other = write_run(tmp_path, "one"), write_run(tmp_path, "two")
@@ -330,6 +337,7 @@ def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fewer_figures")
+@pytest.mark.usefixtures("without_figures")
 def test_learned_and_forgotten_are_said_beyond_two_standard_errors_only(tmp_path: Path) -> None:
     run = write_run(tmp_path, forgotten=0.014)
     text = Text(write_report(run.path).read_text()).text
@@ -377,6 +385,7 @@ def test_a_crashed_run(tmp_path: Path) -> None:
     assert "code NaN nats not a number" in text
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_learning_rate_that_is_too_high_is_one_line(tmp_path: Path) -> None:
     """Step, rate and advice, as the diagnosis of the launcher left them in status.json; no traceback."""
     run = RunDir("high", tmp_path)
