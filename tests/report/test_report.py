@@ -288,6 +288,12 @@ def fewer_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "draw_figures", draw)
 
 
+@pytest.fixture
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the text: drawing takes most of the time of a report."""
+    monkeypatch.setattr("report.report.draw_figures", lambda *_: {})
+
+
 @pytest.mark.usefixtures("fewer_figures")
 def test_names_are_escaped(tmp_path: Path) -> None:
     bad = "<script>alert('x')</script> & \" onload=\"alert(1) $a_b$ 散文"
@@ -312,13 +318,6 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
 
 
-@pytest.mark.usefixtures("fewer_figures")
-@pytest.fixture
-def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of the text: drawing takes most of the time of a report."""
-    monkeypatch.setattr("report.report.draw_figures", lambda *_: {})
-
-
 @pytest.mark.usefixtures("without_figures")
 def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     """By the record of its base, or by another loss before the first step."""
@@ -336,7 +335,6 @@ def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     assert "two began with another model: code began at 5.200 instead of 5.020 nats per token." in text
 
 
-@pytest.mark.usefixtures("fewer_figures")
 @pytest.mark.usefixtures("without_figures")
 def test_learned_and_forgotten_are_said_beyond_two_standard_errors_only(tmp_path: Path) -> None:
     run = write_run(tmp_path, forgotten=0.014)
