@@ -318,7 +318,7 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
 
 
-@pytest.mark.usefixtures("without_figures")
+@pytest.mark.usefixtures("fewer_figures")
 def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
     """By the record of its base, or by another loss before the first step."""
     run, other = write_run(tmp_path, "one"), write_run(tmp_path, "two")
