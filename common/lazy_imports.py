@@ -7,8 +7,8 @@ of `MODULES` an empty module object, which runs the module's file when an attrib
 wait for a load, and a package that only passes names on (`passes_names_on`) answers a name from the `from ... import`
 line of its own file which binds it, without running the others.
 
-What comes out is the module, class or function that the plain import gives. The exceptions are the three functions
-under `calls`: until their module is loaded they are functions that load it and pass the call on. A module that does
+What comes out is the module, class or function that the plain import gives. The exceptions are the functions under
+`calls`: until their module is loaded they are functions that load it and pass the call on. A module that does
 not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_IMPORTS=0 switches all of it off, 1 on;
 by default it is on where Transformer Engine is not installed, because its gain on a GPU has not been measured.
 """

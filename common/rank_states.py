@@ -109,13 +109,16 @@ _LOST_PEER = (
 )
 
 
-def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, exit_code: int | None = None) -> int:
+def log_outcome(
+    logs: Path, world_size: int, starter_log: Path | None = None, exit_code: int | None = None, *, asked: bool = False
+) -> int:
     """Log how a run ended whose ranks have all exited: the error of the first failed rank, then the others'.
 
     Args:
         logs: the folder of the attempt, with the ranks' states.
         starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
         exit_code: the exit code of the only rank where it is known, as subprocess gives it: a signal is negative.
+        asked: the ranks were asked to stop: one that ended without a word was stopped before it could save.
 
     Returns:
         the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.
@@ -128,6 +131,9 @@ def log_outcome(logs: Path, world_size: int, starter_log: Path | None = None, ex
         log.error("rank %d (%s) failed first:\n%s", failure.rank, failure.host, failure.error)
         _log_later_failures(known, failure.rank, logs)
         return failure.exit_code
+    if killed and asked:
+        log.warning("rank %s was stopped before it could save", ", ".join(map(str, killed)))
+        return EXIT_INTERRUPTED
     if killed:
         log.error(
             "rank %s %s: %s\n%s",

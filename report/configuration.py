@@ -9,6 +9,7 @@ from report.read import RunFiles, finite
 Table = list[tuple[str, str]]
 
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
+_FP8 = {"gate and up": "fp8", "output layer": "fp8_lm_head"}  # shown name -> lever, in the forward pass
 OPTIMIZER = ("lr", "optimizer", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
 
 
@@ -31,12 +32,14 @@ def _format(value: Any) -> str:
 
 def _model(files: RunFiles) -> list[tuple[str, Any]]:
     tied = files.at("model.config.share_embeddings_and_output_weights")
+    rounded = [name for name, lever in _FP8.items() if files.at(f"speed.{lever}") is True]
     parameters = finite(files.records.get("gates.json", {}).get("parameters"))
     return [
         ("parameters", None if parameters is None else f"{parameters:,.0f}"),
         *((name.replace("_", " "), files.at(f"model.config.{name}")) for name in SHAPE),
         ("embeddings", None if tied is None else "tied" if tied else "untied"),
         ("precision", files.at("trainer.plugins.precision")),
+        ("operands in FP8", ", ".join(rounded) or None),
     ]
 
 

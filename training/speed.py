@@ -245,13 +245,12 @@ def _usable(lever: str, problem: str | None) -> bool:
 
 def _require_fp8(lever: str, needed: dict[str, bool], problem: str | None) -> None:
     """Raise GateError if FP8 products, which train differently, were asked for and cannot be used."""
-    off = [f"speed.{name}" for name, on in needed.items() if not on]
-    problem = f"{' and '.join(off)} is off" if off else problem
-    if problem:
+    found = [f"speed.{name} is off" for name, on in needed.items() if not on] + ([problem] if problem else [])
+    if found:
         raise GateError(
             f"speed.{lever} cannot be used",
             expected="the levers it needs, and a model and GPU that they work on",
-            found=problem,
+            found="; ".join(found),
             do=f"turn speed.{lever} off, or mend what was found",
         )
     if is_global_rank_zero():

@@ -45,4 +45,4 @@ def _train_in_child(job: Job) -> int:
         forward = ForwardSignals(lambda count: rank.send_signal(CTRL_C if count < 3 else signal.SIGKILL))
         with forward, RankWatch(job.logs):
             rank.wait()
-    return rank_states.log_outcome(job.logs, 1, own, rank.returncode)
+    return rank_states.log_outcome(job.logs, 1, own, rank.returncode, asked=forward.asked)

@@ -237,7 +237,9 @@ def _follow_container(container: Any, own: Path, job: Job) -> int:
             asked = True
             # signal the ranks themselves: torchrun would give them 30 s and then kill them while they save
             ranks = [str(state.pid) for state in rank_states.read(job.logs) if state.state == rank_states.RUNNING]
-            container.exec_run(["bash", "-c", f"kill -INT {' '.join(ranks) or f'$(cat {_INSIDE}/pid)'}"])
+            # a bash script starts torchrun so that it ignores SIGINT, until it has imported torch
+            stop = f"kill -USR1 {' '.join(ranks)}" if ranks else f"kill -TERM $(cat {_INSIDE}/pid)"
+            container.exec_run(["bash", "-c", stop])
     _wait_until_removed(container)
     return _report_end(own, job, asked)
 

@@ -35,16 +35,13 @@ def submit(job: Job) -> int:
         log.info("local: %s", line)
     log.info("started:   %d ranks on this machine: %s", job.devices, " ".join(command))
     log.info("logs:      %s/rank-0.log to rank-%d.log", job.logs, job.devices - 1)
-    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
+    log.info("cancel:    Ctrl-C (or kill %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
-    with (
-        Follower(job.logs / "console.log"),
-        ForwardSignals(lambda count: _signal_ranks(job, count)),
-        RankWatch(job.logs),
-    ):
+    forward = ForwardSignals(lambda count: _signal_ranks(job, count))
+    with Follower(job.logs / "console.log"), forward, RankWatch(job.logs):
         _run_torchrun(job)
         rank_states.wait_until_ended(job.logs)
-    return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job))
+    return rank_states.log_outcome(job.logs, job.world_size, _torchrun_log(job), asked=forward.asked)
 
 
 def _prepare_environment(job: Job) -> list[str]:

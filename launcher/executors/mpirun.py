@@ -56,7 +56,7 @@ def submit(job: Job) -> int:
     job.logs.mkdir(parents=True, exist_ok=True)
     log.info("started:   %d ranks on %s: %s", job.world_size, ", ".join(hosts) or "this machine", shlex.join(command))
     log.info("logs:      %s/rank-0.log to rank-%d.log, mpirun.log", job.logs, job.world_size - 1)
-    log.info("cancel:    Ctrl-C (or kill -INT %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
+    log.info("cancel:    Ctrl-C (or kill %d) saves and stops; the second Ctrl-C stops at once", os.getpid())
     log.info("resume:    %s", job.resume_command)
     own = job.logs / "mpirun.log"
     with own.open("a") as output, Follower(job.logs / "console.log"):
@@ -66,7 +66,7 @@ def submit(job: Job) -> int:
         with forward, RankWatch(job.logs):
             ranks.wait()
             rank_states.wait_until_ended(job.logs)
-    return rank_states.log_outcome(job.logs, job.world_size, own)
+    return rank_states.log_outcome(job.logs, job.world_size, own, asked=forward.asked)
 
 
 def check(job: Job) -> None:

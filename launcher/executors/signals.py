@@ -11,7 +11,7 @@ from common.processes import not_ignored
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What the ranks take for a Ctrl-C. Not SIGINT: where a script starts the launcher in the background (`launch.py &`),
-# the shell lets it and all processes below it ignore SIGINT, and a SIGTERM to the launcher would be lost on the way.
+# the shell lets it ignore SIGINT, a rank inherits that, and a SIGTERM to the launcher would be lost on the way.
 CTRL_C = signal.SIGUSR1
 
 
@@ -26,6 +26,11 @@ class ForwardSignals:
     def __init__(self, send: Callable[[int], None]) -> None:
         self._send, self._count = send, 0
         self._before: dict[signal.Signals, object] = {}
+
+    @property
+    def asked(self) -> bool:
+        """A signal has come: a rank that ends without a word has been stopped, and has not failed."""
+        return self._count > 0
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():

@@ -149,6 +149,14 @@ def test_rank_files_of_other_versions(tmp_path: Path) -> None:
     assert [(state.rank, state.step) for state in read(tmp_path)] == [(0, 0), (1, 7)]
 
 
+def test_a_rank_that_was_asked_to_stop_has_not_failed(tmp_path: Path) -> None:
+    """With --retries it would be started again."""
+    (tmp_path / "rank-0.json").write_text('{"rank": 0, "state": "running"}')
+    assert rank_states.log_outcome(tmp_path, 2, exit_code=-10, asked=True) == 130
+    (tmp_path / "rank-1.json").write_text('{"rank": 1, "state": "failed", "exit_code": 1, "error": "the disk is full"}')
+    assert rank_states.log_outcome(tmp_path, 2, asked=True) == 1
+
+
 @pytest.mark.parametrize(("exit_code", "free"), [(-7, 0), (None, 1 << 30)])
 def test_a_rank_without_an_error_is_explained_by_what_is_known(
     exit_code: int | None, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -51,6 +51,7 @@ optim:
   config: {optimizer: adam, lr: 0.0003, weight_decay: 0.1, adam_beta1: 0.9, adam_beta2: 0.95, clip_grad: 1.0}
   lr_scheduler: {_target_: recipes.build.optim.WarmupStableDecay, warmup_steps: 20, decay_steps: 80, min_lr: 3.0e-05}
 trainer: {accelerator: gpu, max_steps: 400, devices: 1, num_nodes: 1, plugins: {precision: bf16-mixed}}
+speed: {fp8: true, fp8_lm_head: false}
 """
 
 
@@ -254,6 +255,7 @@ def test_a_complete_run(complete: RunDir) -> None:
     assert "code is read 4.7 times" in seen.text
     assert "prose is forgotten by 0.42 nats" in seen.text
     assert f"{PARAMETERS:,}" in seen.text
+    assert "operands in FP8 gate and up embeddings" not in seen.text and "operands in FP8 gate and up" in seen.text
     assert "11.2 GiB reserved on the GPU" in seen.text
     for name in ("validation", "forecast", "loss", "lr", "replay", "throughput", "memory"):
         assert (run.path / "report" / f"{name}.png").stat().st_size > 3000, name
@@ -318,16 +320,23 @@ def test_runs_are_compared_and_a_failed_item_is_shown(tmp_path: Path) -> None:
     assert re.search(r"without the same 0% 400 \u22121.310 ± 0.020 \+0.970 ± 0.020", seen.text)
 
 
-@pytest.mark.usefixtures("fewer_figures")
-def test_a_run_of_another_base_is_marked(tmp_path: Path) -> None:
-    """By the record of its base, or by another loss before the first step."""
+@pytest.mark.usefixtures("without_figures")
+def test_a_run_of_another_base_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the record of its base, or by another loss before the first step; in the labels of the figures, too."""
+    labels: list[str] = []
+
+    def draw(_: Any, runs: list[tuple[str, Any]], *__: Any) -> dict[str, Any]:
+        labels.extend(name for name, _ in runs)
+        return {}
+
+    monkeypatch.setattr("report.report.draw_figures", draw)
     run, other = write_run(tmp_path, "one"), write_run(tmp_path, "two")
     assert "another" not in Text(write_report(run.path, against=[other.path]).read_text()).text
     base = {"source": "exports/other", "checkpoint": "checkpoints/other", "fingerprint": "11" * 32}
     (other.path / "base.json").write_text(json.dumps(base))
     text = Text(write_report(run.path, against=[other.path]).read_text()).text
     assert "two began with another model: exports/other instead of exports/base." in text
-    assert "two another: exports/other instead of exports/base" in text and "two (another base)" in text
+    assert "two another: exports/other instead of exports/base" in text and labels[-1] == "two (another base)"
     (run.path / "base.json").unlink()
     (other.path / "base.json").unlink()
     other.metrics.write_text(other.metrics.read_text().replace('"loss": 5.02,', '"loss": 5.2,'))
@@ -363,6 +372,7 @@ def test_an_empty_run(tmp_path: Path) -> None:
     assert not list((run.path / "report").iterdir())
 
 
+@pytest.mark.usefixtures("fewer_figures")
 def test_a_crashed_run(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     lines = run.metrics.read_text().splitlines()[:60]

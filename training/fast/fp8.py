@@ -2,7 +2,8 @@
 
 An operand is kept as x / scale in e4m3 (4 bits of exponent, 3 of mantissa), with one scale per tensor, so that its
 largest number becomes 448, the largest of the format (per-tensor current scaling: arXiv 2209.05433). Products are
-summed in fp32 and multiplied by both scales. Nothing is carried from step to step, so checkpoints do not change.
+summed in the matrix units, with fewer bits than fp32 (docs/measurements/speed-levers.md), and multiplied by both
+scales. Nothing is carried from step to step, so checkpoints do not change.
 
 Only inputs that a norm has just written are rounded: they are the narrow ones (896 wide at 0.5B), where a pass over the
 memory costs less than the product gains. The weights are rounded again in each micro batch. All gradients are computed

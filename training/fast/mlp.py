@@ -8,7 +8,9 @@ backward pass instead of being kept. QuACK: https://github.com/Dao-AILab/quack.
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -109,10 +111,14 @@ def _compile_gated(tile: tuple[int, int], cluster: tuple[int, int, int], pingpon
     """Compile the kernel, or read it from QuACK's cache directory, for any number of tokens and any width."""
     from quack.cache import jit_cache
 
-    return jit_cache(_build_gated)(tile, cluster, pingpong, fast_sums)
+    source = hashlib.sha256(inspect.getsource(_build_gated).encode()).hexdigest()  # QuACK knows its own files only
+    return jit_cache(_build_gated)(tile, cluster, pingpong, fast_sums, source)
 
 
-def _build_gated(tile: tuple[int, int], cluster: tuple[int, int, int], pingpong: bool, fast_sums: bool) -> Any:
+def _build_gated(
+    tile: tuple[int, int], cluster: tuple[int, int, int], pingpong: bool, fast_sums: bool, source: str
+) -> Any:
+    """Compile the kernel; `source` only tells a kernel in QuACK's cache from one that an older function built."""
     import cutlass
     from cutlass import cute
     from cutlass.cute.runtime import make_ptr

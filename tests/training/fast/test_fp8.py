@@ -71,6 +71,7 @@ def test_training_with_fp8_stays_close(sample: Path, forked: Callable[..., Any])
     words = (*SHORT, "trainer.max_steps=40", "trainer.val_check_interval=40", "speed.fused_lm_head=True")
     plain = forked(train, sample, *words, name="plain")
     rounded = forked(train, sample, *words, "speed.fp8_lm_head=True", name="rounded")
+    assert plain[0]["validation"] == rounded[0]["validation"]
     losses = [[row["loss"] for row in rows if "loss" in row] for rows in (plain, rounded)]
     differences = [abs(a - b) for a, b in zip(*losses, strict=True)]
     assert len(differences) == 40
@@ -97,5 +98,7 @@ def test_fp8_that_cannot_be_used_ends_the_run(sample: Path, forked: Callable[...
     """It trains differently, so it is not switched off in silence as a lever is."""
     found = forked(_refused, sample, "head", "speed.fp8_lm_head=True")
     assert found == "speed.fp8_lm_head cannot be used: speed.fused_lm_head is off"
+    found = forked(_refused, sample, "without", "speed.fp8=True")
+    assert "speed.fused_norm is off; speed.fused_mlp is off; QuACK is not installed: pip install" in found
     found = forked(_refused, sample, "mlp", "speed.fp8=True", "speed.fused_norm=True", "speed.fused_mlp=True")
     assert "speed.fp8 cannot be used: " in found and "QuACK" in found
