@@ -79,6 +79,8 @@ def _is_ours(path: Path) -> bool:
 
 def _touch(path: Path, inode: int) -> None:
     with contextlib.suppress(OSError):  # it was given back
-        while path.stat().st_ino == inode:
+        while True:
+            time.sleep(TOUCHED_EVERY_S)  # first, because it has just been written
+            if path.stat().st_ino != inode:
+                return
             os.utime(path)
-            time.sleep(TOUCHED_EVERY_S)
