@@ -68,7 +68,8 @@ def _output_layer() -> None:
 
 def test_training_with_fp8_stays_close(sample: Path, forked: Callable[..., Any]) -> None:
     """40 steps of qwen25_tiny: not the same numbers, and within 0.02 nats of them; validation is not rounded."""
-    words = (*SHORT, "trainer.max_steps=40", "trainer.val_check_interval=40", "speed.fused_lm_head=True")
+    short = ("data.seq_length=64", "model.config.seq_length=64")
+    words = (*SHORT, *short, "trainer.max_steps=40", "trainer.val_check_interval=40", "speed.fused_lm_head=True")
     plain = forked(train, sample, *words, name="plain")
     rounded = forked(train, sample, *words, "speed.fp8_lm_head=True", name="rounded")
     assert plain[0]["validation"] == rounded[0]["validation"]
