@@ -118,7 +118,7 @@ def log_outcome(
         logs: the folder of the attempt, with the ranks' states.
         starter_log: standard error of the program that started the ranks; its end is logged for a killed rank.
         exit_code: the exit code of the only rank where it is known, as subprocess gives it: a signal is negative.
-        asked: the ranks were asked to stop: one that ended without a word was stopped before it could save.
+        asked: the ranks were asked to stop, so that one without a recorded end was stopped before it could save.
 
     Returns:
         the exit code of the run: 0, 130 after Ctrl-C, else that of the first failed rank.

@@ -90,8 +90,8 @@ class Speed(pl.Callback):
         for chunk in trainer.strategy.megatron_parallel:
             model = _find_gpt(chunk)
             if self.fp8_lm_head:
-                needed = {"fused_lm_head": self.fused_lm_head}
-                _require_fp8("fp8_lm_head", needed, sharded or fp8.find_problem(config, model.vocab_size))
+                problem = sharded or fp8.find_problem(config, model.vocab_size)
+                _require_fp8("fp8_lm_head", {"fused_lm_head": self.fused_lm_head}, problem)
             if self.fused_lm_head and _usable("fused_lm_head", sharded):
                 lm_head.bind(model, into_main_grad, self.fp8_lm_head)
             if self.fused_qkv and _usable("fused_qkv", qkv.find_problem(config)):
@@ -99,16 +99,22 @@ class Speed(pl.Callback):
             if self.fused_embedding and _usable("fused_embedding", sharded or embedding.find_problem(config)):
                 embedding.bind(model)
             ddp_config = get_attr_wrapped_model(chunk, "ddp_config")
-            norm_problem = sharded or layers.find_problem(config, ddp_config)
-            mlp_problem = mlp.find_problem(config) if self.fused_mlp or self.fp8 else None
-            if self.fp8:
-                needed = {"fused_norm": self.fused_norm, "fused_mlp": self.fused_mlp}
-                size_problem = fp8.find_problem(config, 2 * config.ffn_hidden_size)
-                _require_fp8("fp8", needed, norm_problem or mlp_problem or size_problem)
-            if self.fused_norm and _usable("fused_norm", norm_problem):
-                layers.bind(model, into_main_grad)
-                if self.fused_mlp and _usable("fused_mlp", mlp_problem):
-                    mlp.bind(model, self.fp8)
+            self._bind_layers(model, sharded or layers.find_problem(config, ddp_config))
+
+    def _bind_layers(self, model: Any, norm_problem: str | None) -> None:
+        """Bind the fused norms, and on top of them the fused MLP blocks.
+
+        Args:
+            norm_problem: why the norms cannot be replaced, or None.
+        """
+        config = model.config
+        if self.fp8:
+            problem = norm_problem or mlp.find_problem(config) or fp8.find_problem(config, 2 * config.ffn_hidden_size)
+            _require_fp8("fp8", {"fused_norm": self.fused_norm, "fused_mlp": self.fused_mlp}, problem)
+        if self.fused_norm and _usable("fused_norm", norm_problem):
+            layers.bind(model, bool(config.gradient_accumulation_fusion))
+            if self.fused_mlp and _usable("fused_mlp", mlp.find_problem(config)):
+                mlp.bind(model, self.fp8)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]
@@ -251,7 +257,7 @@ def _require_fp8(lever: str, needed: dict[str, bool], problem: str | None) -> No
             f"speed.{lever} cannot be used",
             expected="the levers it needs, and a model and GPU that they work on",
             found="; ".join(found),
-            do=f"turn speed.{lever} off, or mend what was found",
+            do=f"speed.{lever}=False trains in bf16; to keep it, mend what was found",
         )
     if is_global_rank_zero():
         log.info("speed: %s rounds operands to FP8 while training; gradients and validation use bf16", lever)

@@ -29,7 +29,7 @@ class ForwardSignals:
 
     @property
     def asked(self) -> bool:
-        """A signal has come: a rank that ends without a word has been stopped, and has not failed."""
+        """Whether the ranks were asked to stop: one that then ends without recording an error has not failed."""
         return self._count > 0
 
     def __enter__(self) -> None:

@@ -112,7 +112,7 @@ class _DeferredLogits:
         return (self.hidden @ self.weight.t()).transpose(first, second)
 
 
-def bind(model: Any, into_main_grad: bool, fp8: bool = False) -> None:
+def bind(model: Any, into_main_grad: bool, fp8: bool) -> None:
     """Replace `output_layer` and `compute_language_model_loss` of a built `megatron.core.models.gpt.GPTModel`.
 
     Only for tensor and pipeline parallel size 1, where a rank has the whole vocabulary, the embedding and the output
