@@ -61,6 +61,13 @@ _FREE_IN_FIXED = (
     "model.config.batch_p2p_comm",
     "model.config.recompute_",
     "model.config.deallocate_pipeline_outputs",
+    # what recipes/build/levers.py sets by machine and layout: the same training, computed by other kernels
+    "model.config.bias_activation_fusion",
+    "model.config.bias_dropout_fusion",
+    "model.config.cross_entropy_fusion_impl",
+    "model.config.apply_rope_fusion",
+    "model.config.gradient_accumulation_fusion",
+    "model.config.use_te_rng_tracker",
 )
 
 

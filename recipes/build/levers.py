@@ -49,11 +49,9 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
     if one_rank and strategy.context_parallel_size == 1:
         found.append(("speed.fused_norm", True, "residual addition and norm in one pass, forward and backward"))
         found.append(("speed.cuda_graph", True, "a micro batch is one launch, not a thousand"))
-        for name, reason in {
-            "overlap_grad_reduce": "a captured backward pass holds no communicator: gradients are summed after it",
-            "overlap_param_gather": "a captured forward pass cannot wait for the weights: they are gathered before it",
-        }.items():
-            if isinstance(strategy.ddp, run.Config) and getattr(strategy.ddp, name):
+        if recipe.trainer.devices * recipe.trainer.num_nodes == 1:
+            for name in ("overlap_grad_reduce", "overlap_param_gather"):
+                reason = "one GPU exchanges nothing: the CUDA graph stays in one piece"
                 found.append((f"trainer.strategy.ddp.{name}", False, reason))
         if HAVE_TE and mlp.is_installed():
             found.append(("speed.fused_mlp", True, "SwiGLU in the epilogues of the matrix products"))

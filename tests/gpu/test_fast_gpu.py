@@ -213,9 +213,8 @@ def test_rounding_to_fp8_is_that_of_the_cpu(shape: tuple[int, int], dtype: torch
 
     x = (7 * torch.randn(shape, device="cuda")).to(dtype)
     found, wanted = round_to_fp8(x), round_to_fp8(x.cpu())
-    assert float(found.scale) == pytest.approx(float(wanted.scale), rel=1e-6)
-    same = found.values.cpu().float() == wanted.values.float()
-    assert same.float().mean() > 0.999  # a division against a product with the inverse: ties
+    assert torch.equal(found.scale.cpu(), wanted.scale)
+    assert torch.equal(found.values.cpu().float(), wanted.values.float())
     back = found.values.float() * found.scale
     assert _error(back, x) < 0.04
     assert not round_to_fp8(torch.zeros_like(x)).values.float().any()

@@ -27,12 +27,15 @@ PP = (
     "model.config.overlap_p2p_comm=True",
     "model.config.batch_p2p_comm=False",
 )
+SUMS_AFTER = ("trainer.strategy.ddp.overlap_grad_reduce=False", "trainer.strategy.ddp.overlap_param_gather=False")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, ()),
+    "dp2-sums-after": (2, SUMS_AFTER),
     "tp2": (2, TP),
     "pp2": (2, PP),
     "tp2pp2": (4, TP + PP),
 }
+IN_PIECES = ("dp2",)  # a CUDA graph in pieces, between which weights and gradients are exchanged
 
 pytestmark = [
     pytest.mark.nemo,
@@ -42,9 +45,9 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, name: str, *words: str) -> dict[int, Row]:
+def run(folder: Path, name: str, *words: str) -> tuple[dict[int, Row], str]:
     size = ("model.config.num_layers=8", "data.micro_batch_size=2", "data.global_batch_size=8", "optim.config.lr=1e-4")
-    return train(folder, name, "--recipe", "qwen25_500m_dual", *size, *words, saved=SAVED, last=LAST)[0]
+    return train(folder, name, "--recipe", "qwen25_500m_dual", *size, *words, saved=SAVED, last=LAST)
 
 
 def assert_same_training(found: dict[int, Row], expected: dict[int, Row], first: int) -> None:
@@ -62,7 +65,9 @@ def assert_same_training(found: dict[int, Row], expected: dict[int, Row], first:
 def single_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Row]]:
     """One GPU, 10 steps, checkpoints at 5 and 10: runs/one."""
     folder = tmp_path_factory.mktemp("parallel")
-    return folder, run(folder, "one", "trainer.devices=1")
+    rows, text = run(folder, "one", "trainer.devices=1")
+    assert "captured one micro batch as a CUDA graph" in text and "pieces" not in text
+    return folder, rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -74,12 +79,13 @@ def test_continues_the_run_of_one_gpu(layout: str, single_gpu: tuple[Path, dict[
         pytest.skip("sequence parallel needs Transformer Engine")
     folder, expected = single_gpu
     copy = copy_without_end(folder, "one", layout, LAST)
-    found = run(folder, layout, "--resume", f"trainer.devices={devices}", *words)
+    found, text = run(folder, layout, "--resume", f"trainer.devices={devices}", *words)
     shutil.rmtree(copy)  # 7 GB
     assert_same_training(found, expected, SAVED + 1)
+    assert ("pieces, between which" in text) == (layout in IN_PIECES)
 
 
 def test_gloo_from_scratch(single_gpu: tuple[Path, dict[int, Row]]) -> None:
     """Without the distributed optimizer, whose checkpoint has another form: from the first step on."""
     folder, expected = single_gpu
-    assert_same_training(run(folder, "gloo", "--env", "+gloo"), expected, 1)
+    assert_same_training(run(folder, "gloo", "--env", "+gloo")[0], expected, 1)

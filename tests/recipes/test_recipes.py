@@ -177,18 +177,23 @@ def test_without_gates_only_the_gates_are_left_out(partials: dict[str, Any]) -> 
     assert left == [name for name in names if name != "TruthGates"] != names
 
 
-def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallel: the graph, sums after it. Tensor and pipeline parallel: no graph, sums stay overlapped."""
+def test_the_graph_and_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data parallel: the graph, with overlapped sums if there are two GPUs. Tensor and pipeline parallel: no graph."""
     from types import SimpleNamespace
 
     from recipes.build.levers import with_speed
     from training.documents import forward_step
     from training.fast import graph
 
-    dual, multinode = (registry.resolve(name)() for name in ("qwen25_500m_dual", "qwen25_500m_multinode"))
-    with_speed(dual)
-    assert dual.speed.cuda_graph
-    assert not (dual.trainer.strategy.ddp.overlap_grad_reduce or dual.trainer.strategy.ddp.overlap_param_gather)
+    dual, one, multinode = (
+        registry.resolve(name)() for name in ("qwen25_500m_dual", "qwen25_500m_dual", "qwen25_500m_multinode")
+    )
+    one.trainer.devices = 1
+    for recipe, overlapped in ((dual, True), (one, False)):
+        with_speed(recipe)
+        assert recipe.speed.cuda_graph
+        ddp = recipe.trainer.strategy.ddp
+        assert (ddp.overlap_grad_reduce, ddp.overlap_param_gather) == (overlapped, overlapped)
     with_speed(multinode)
     assert not multinode.speed.cuda_graph
     assert multinode.trainer.strategy.ddp.overlap_grad_reduce
@@ -196,12 +201,29 @@ def test_the_graph_and_overlapped_sums_exclude_each_other(monkeypatch: pytest.Mo
     for kind in ("pipeline_model", "tensor_model", "context"):
         monkeypatch.setattr(f"megatron.core.parallel_state.get_{kind}_parallel_world_size", lambda: 1)
     config = SimpleNamespace(cross_entropy_fusion_impl="native")
-    for overlap in (False, True):
-        ddp = SimpleNamespace(overlap_grad_reduce=overlap)
-        problem = graph.GraphedSchedule.find_problem(config, ddp, True, True, True)
-        assert (problem is not None and "overlap_grad_reduce=False" in problem) == overlap
-
+    assert graph.GraphedSchedule.find_problem(config, True, True, True) is None
     isolated = SimpleNamespace(**vars(config), forward_step_fn=forward_step, apply_rope_fusion=False)
-    ddp = SimpleNamespace(overlap_grad_reduce=False)
-    assert graph.GraphedSchedule.find_problem(isolated, ddp, True, True, True) is None
-    assert "speed.fused_qkv=True" in str(graph.GraphedSchedule.find_problem(isolated, ddp, True, True, False))
+    assert graph.GraphedSchedule.find_problem(isolated, True, True, True) is None
+    assert "speed.fused_qkv=True" in str(graph.GraphedSchedule.find_problem(isolated, True, True, False))
+
+
+def test_a_lever_may_change_when_a_run_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine or in another layout other levers are usable, and the training is the same."""
+    import yaml
+
+    from launcher import resume
+    from recipes.build import levers
+
+    monkeypatch.setattr(levers, "HAVE_TE", True)
+    monkeypatch.setattr(levers, "_te_version", lambda: (2, 12))
+    monkeypatch.setattr("training.fast.wgrad.is_available", lambda: True)
+    monkeypatch.setattr("training.fast.mlp.is_installed", lambda: True)
+    recipe = registry.resolve("qwen25_500m_dual")()
+    recipe.data.isolate_documents = True
+    found = [path for path, _, _ in levers.levers(recipe) if path.startswith("model.config.")]
+    assert len(found) == 6
+    before = yaml.safe_load((GOLDENS / "qwen25_500m_dual.yaml").read_text())
+    for path in found:
+        now = copy.deepcopy(before)
+        now["model"]["config"][path.rpartition(".")[2]] = "another"
+        assert resume.check(before, now, Path("step-5")), path

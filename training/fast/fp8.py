@@ -35,8 +35,8 @@ def round_to_fp8(x: torch.Tensor) -> Rounded:
         from training.fast import kernels
 
         return Rounded(*kernels.round_to_fp8(x, LARGEST, _SMALLEST))
-    scale = x.detach().abs().amax().float().clamp(min=_SMALLEST) / LARGEST
-    return Rounded((x.detach().float() / scale).to(torch.float8_e4m3fn), scale)
+    largest = x.detach().abs().amax().float().clamp(min=_SMALLEST)
+    return Rounded((x.detach().float() * (LARGEST / largest)).to(torch.float8_e4m3fn), largest / LARGEST)
 
 
 def multiply(x: Rounded, weight: Rounded, dtype: torch.dtype) -> torch.Tensor:

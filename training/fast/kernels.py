@@ -327,10 +327,10 @@ def _find_largest(x, largest, size, block: tl.constexpr):  # noqa: ANN001, ANN20
 def _round_to_fp8(x, largest, values, scale, size, top, smallest, block: tl.constexpr):  # noqa: ANN001, ANN202
     found = tl.maximum(tl.load(largest), smallest)
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    rounded = tl.load(x + at, at < size, 0.0).to(tl.float32) * (top / found)
+    rounded = tl.load(x + at, at < size, 0.0).to(tl.float32) * tl.div_rn(top, found)
     tl.store(values + at, rounded.to(values.dtype.element_ty), at < size)
     if tl.program_id(0) == 0:
-        tl.store(scale, found / top)
+        tl.store(scale, tl.div_rn(found, top))
 
 
 def round_to_fp8(x: torch.Tensor, top: float, smallest: float) -> tuple[torch.Tensor, torch.Tensor]:

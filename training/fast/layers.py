@@ -113,16 +113,14 @@ def _added(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight)
 
 
-def find_problem(config: Any, ddp_config: Any) -> str | None:
-    """Why the layers of a model of these Megatron configurations cannot be replaced, or None."""
+def find_problem(config: Any) -> str | None:
+    """Why the layers of a model of this Megatron configuration cannot be replaced, or None."""
     if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma:
         return "it supports only the plain RMSNorm"
     if config.hidden_dropout or config.recompute_granularity or config.add_bias_linear:
         return "it does not support dropout, recomputation or biases in the blocks"
     if config.fp32_residual_connection or config.cpu_offloading or config.fp8:
         return "it does not support fp32 residuals, offloading or Transformer Engine's FP8 (model.config.fp8)"
-    if ddp_config.overlap_param_gather:
-        return "it reads weights before Megatron waits for them: trainer.strategy.ddp.overlap_param_gather=False"
     return None
 
 

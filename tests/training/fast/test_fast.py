@@ -155,7 +155,7 @@ def _replayed(sample: Path, *words: str) -> tuple[list[dict[str, Any]], int]:
         def __init__(self, compute: Callable[[], Any]) -> None:
             self.compute = compute
 
-        def replay(self) -> Any:
+        def replay(self, is_last: bool) -> Any:
             replays[0] += 1
             return self.compute()
 
