@@ -8,6 +8,7 @@ Rank 0 prints; with pipeline parallelism every rank does. The options are those 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 
@@ -26,7 +27,8 @@ def main() -> None:
     path: memory.Path = gpus.path if gpus else "fast"
     if args.plain and path != "sdpa":
         path = "plain"
-    estimate, measured = memory.estimate(plan, path), train_and_time(partial, 0.0)
+    estimate = dataclasses.replace(memory.estimate(plan, path), validation=0.0)  # these steps are not validated
+    measured = train_and_time(partial, 0.0)
     row = {
         "rank": int(os.environ.get("RANK", "0")),
         "path": path,

@@ -9,8 +9,7 @@ line of its own file which binds it, without running the others.
 
 What comes out is the module, class or function that the plain import gives. The exceptions are the functions under
 `calls`: until their module is loaded they are functions that load it and pass the call on. A module that does
-not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_IMPORTS=0 switches all of it off, 1 on;
-by default it is on where Transformer Engine is not installed, because its gain on a GPU has not been measured.
+not exist, or was imported before, or is compiled, is left to Python. CPT_LAZY_IMPORTS=0 switches all of it off.
 """
 
 from __future__ import annotations
@@ -292,16 +291,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         return None
 
 
-def is_wanted() -> bool:
-    """What CPT_LAZY_IMPORTS says; by default yes where Transformer Engine is not installed."""
-    if (given := os.environ.get(SWITCH)) is not None:
-        return given != "0"
-    return importlib.util.find_spec("transformer_engine") is None
-
-
 def install() -> None:
-    """Import the modules of `MODULES` lazily from now on, if that is wanted."""
-    if is_wanted() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    """Import the modules of `MODULES` lazily from now on, unless CPT_LAZY_IMPORTS=0."""
+    if os.environ.get(SWITCH) != "0" and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

@@ -3,6 +3,7 @@
 bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
       + tokens in flight x layers x 2 x (6 hidden + 2 kv + FFN x ffn) / tensor parallel: kept for the backward pass
       + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
+      + VALIDATION_TOKENS x vocabulary x 2: the same in a validation, where a CUDA graph keeps its own memory
 The constants are fitted to measured peaks (docs/measurements/gpu-memory.md); `python -m bench.memory` repeats this.
 Pure Python: used before NeMo is imported.
 """
@@ -16,6 +17,7 @@ from typing import Literal
 from common.errors import UserError, unknown_name
 from common.quantities import GIB
 from recipes.plan import Plan
+from training.fast.sizes import VALIDATION_TOKENS
 
 # activations that a layer keeps for the backward pass: bf16 numbers per token, as multiples of the hidden size
 HIDDEN_EVERY_RANK = 4.0  # both norms' inputs and outputs, which tensor parallelism alone does not split
@@ -50,11 +52,13 @@ class Estimate:
     optimizer: float
     activations: float
     logits: float
+    validation: float
 
     @property
     def allocated_gib(self) -> float:
         """All tensors at the peak; a CUDA graph's too, which torch.cuda.max_memory_allocated leaves out."""
-        return (self.weights + self.gradients + self.optimizer + self.activations + self.logits) / GIB
+        kept = self.weights + self.gradients + self.optimizer + self.activations
+        return (kept + self.logits + self.validation) / GIB
 
     @property
     def reserved_gib(self) -> float:
@@ -97,6 +101,7 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
     split = HIDDEN_SPLIT * shape.hidden_size + 2 * kv + FFN[path] * shape.ffn_hidden_size
     kept = 2 * (every + split / tp)
     tokens = plan.micro_batch_size * plan.seq_length / max(1, plan.context_parallel)
+    has_graph = path != "plain" and tp == pp == plan.context_parallel == 1
     vp = plan.virtual_pipeline or 1  # a stage begins its later chunks before the first ones return
     chunks = 2 * (pp - stage - 1) + (vp - 1) * pp + 1 if vp > 1 else pp - stage
     in_flight = min(chunks / vp, max(1, plan.num_micro_batches))
@@ -106,6 +111,7 @@ def _stage(plan: Plan, path: Path, stage: int) -> Estimate:
         optimizer=12 * parameters / shared_by,
         activations=tokens * layers * kept * in_flight,
         logits=tokens * shape.vocab_size * LOGIT[path] / tp if last else 0.0,
+        validation=2.0 * VALIDATION_TOKENS * shape.vocab_size if has_graph else 0.0,
     )
 
 

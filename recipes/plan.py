@@ -97,6 +97,8 @@ class Plan:
     keep_best: str | None = _at("log.ckpt.keep_best", default=None)
     evaluate_every_n_steps: int | None = _at("evaluate.every_n_steps", default=None)
     loggers: str | None = _at("log.loggers", default=None)
+    fp8: bool = _at("speed.fp8", default=False)
+    fp8_lm_head: bool = _at("speed.fp8_lm_head", default=False)
     devices: int = _at("trainer.devices", default=1)
     num_nodes: int = _at("trainer.num_nodes", default=1)
     tensor_parallel: int = _at("trainer.strategy.tensor_model_parallel_size", default=1)

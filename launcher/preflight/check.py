@@ -21,7 +21,7 @@ from launcher.preflight.data import check_base_model, check_blend, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
-from launcher.preflight.room import RankGpu, check_room
+from launcher.preflight.room import RankGpu, check_fp8, check_room
 from recipes import limits
 from recipes.plan import Plan
 
@@ -62,6 +62,8 @@ def _select(plan: Plan, machine: bool, data: bool, gpu: RankGpu | None) -> dict[
     checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
     if gpu is not None or (machine and plan.accelerator == "cpu"):
         checks["peak memory"] = functools.partial(check_room, gpu=gpu)
+    if machine and (plan.fp8 or plan.fp8_lm_head) and (gpu is not None or plan.accelerator == "cpu"):
+        checks["FP8"] = functools.partial(check_fp8, path=None if gpu is None else gpu.path)
     return checks
 
 

@@ -11,6 +11,13 @@ from launcher.preflight.findings import Finding, error, warning
 from recipes import memory
 from recipes.plan import Plan
 
+_FOUND: dict[memory.Path | None, str] = {
+    None: "a run on CPUs",
+    "plain": "a lever that it needs is off",
+    "sdpa": "no Transformer Engine",
+    "fast": "no QuACK, no Hopper GPU, or one of the two levers off",
+}
+
 
 @dataclass(frozen=True)
 class RankGpu:
@@ -49,6 +56,30 @@ def check_room(plan: Plan, run: RunDir, gpu: RankGpu | None) -> Iterator[Finding
         found=f"micro batch {plan.micro_batch_size} x {plan.seq_length} tokens: estimated {found}",
         do=advise_room(plan, gpu),
     )
+
+
+def check_fp8(plan: Plan, run: RunDir, path: memory.Path | None) -> Iterator[Finding]:
+    """Check that FP8 products, which train differently, can be used if they are asked for.
+
+    Args:
+        path: which code trains on this machine's GPUs; None for its CPUs.
+    """
+    sharded = plan.tensor_parallel * plan.pipeline_parallel > 1
+    if plan.fp8 and (path != "quack" or sharded):
+        yield error(
+            "speed.fp8 cannot be used",
+            expected="Hopper GPUs, Transformer Engine, QuACK (docs/performance.md), speed.fused_mlp and"
+            " speed.fused_norm on, tensor and pipeline parallel size 1",
+            found="tensor or pipeline parallelism" if sharded else _FOUND[path],
+            do="speed.fp8=False trains in bf16; to keep it, mend what was found",
+        )
+    if plan.fp8_lm_head and (path == "plain" or sharded):
+        yield error(
+            "speed.fp8_lm_head cannot be used",
+            expected="speed.fused_lm_head on, tensor and pipeline parallel size 1",
+            found="tensor or pipeline parallelism" if sharded else _FOUND[path],
+            do="speed.fp8_lm_head=False trains in bf16; to keep it, mend what was found",
+        )
 
 
 def advise_room(plan: Plan, gpu: RankGpu) -> str:

@@ -130,19 +130,6 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sys.meta_path == before
 
 
-@pytest.mark.parametrize(
-    ("given", "found", "wanted"), [(None, None, True), (None, object(), False), ("1", object(), True)]
-)
-def test_it_is_off_where_transformer_engine_is(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, found: object, wanted: bool
-) -> None:
-    monkeypatch.delenv(lazy_imports.SWITCH, raising=False)
-    if given is not None:
-        monkeypatch.setenv(lazy_imports.SWITCH, given)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
-    assert lazy_imports.is_wanted() is wanted
-
-
 @pytest.mark.nemo
 def test_a_dry_run_loads_none_of_them(sample: Path, tmp_path: Path) -> None:
     """Count modules, not seconds: other processes make an import slower, but not larger."""

@@ -44,7 +44,8 @@ def test_a_resume_beside_a_switch(recipe: str, switch: int, tmp_path: Path) -> N
     stages = [{"until": switch * TOKENS}, {"replay_share": 0.5}]
     blend = tmp_path / "blend.json"
     blend.write_text(json.dumps({"domains": domains, "replay_share": 0.25, "stages": stages}))
-    words = ("--recipe", recipe, f"data.global_batch_size={BATCH}", "data.paths=None", f"data.blend={blend}")
+    disk = "log.ckpt.keep_last=2"  # 494M: 6 GiB each
+    words = ("--recipe", recipe, f"data.global_batch_size={BATCH}", "data.paths=None", f"data.blend={blend}", disk)
     whole, _ = train(tmp_path, "whole", *words, saved=SAVED, last=LAST)
     copy_without_end(tmp_path, "whole", "resumed", LAST)
     resumed, _ = train(tmp_path, "resumed", *words, "--resume", saved=SAVED, last=LAST)

@@ -36,7 +36,8 @@ def round_to_fp8(x: torch.Tensor) -> Rounded:
 
         return Rounded(*kernels.round_to_fp8(x, LARGEST, _SMALLEST))
     largest = x.detach().abs().amax().float().clamp(min=_SMALLEST)
-    return Rounded((x.detach().float() * (LARGEST / largest)).to(torch.float8_e4m3fn), largest / LARGEST)
+    top = torch.full_like(largest, LARGEST)  # `LARGEST / largest` would round twice: torch multiplies by 1 / largest
+    return Rounded((x.detach().float() * (top / largest)).to(torch.float8_e4m3fn), largest / top)
 
 
 def multiply(x: Rounded, weight: Rounded, dtype: torch.dtype) -> torch.Tensor:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from training.fast.fp8 import multiply, round_to_fp8
+from training.fast.sizes import VALIDATION_TOKENS
 from training.fast.wgrad import accumulate
-
-_VALIDATION_CHUNK = 4096  # tokens; the logits of a chunk are freed before the next one
 
 
 def cross_entropy_(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -97,7 +96,8 @@ def linear_cross_entropy(
             hidden, weight, labels, into_main_grad, tied, fp8
         )
         return losses
-    chunks = zip(hidden.split(_VALIDATION_CHUNK), labels.split(_VALIDATION_CHUNK), strict=True)
+    # each chunk's logits are freed before the next: a CUDA graph keeps its own memory, so they come on top of it
+    chunks = zip(hidden.split(VALIDATION_TOKENS), labels.split(VALIDATION_TOKENS), strict=True)
     return torch.cat([cross_entropy_(h @ weight.t(), y) for h, y in chunks])
 
 
