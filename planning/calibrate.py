@@ -153,7 +153,7 @@ def short_spec(resolved: Resolved, name: str, blend_file: Path) -> RunSpec:
         "trainer.log_every_n_steps=1",
         f"trainer.val_check_interval={STEPS}",
         f"log.ckpt.every_n_train_steps={SAVE_AT}",
-        "log.ckpt.keep_last=1",
+        "log.ckpt.keep_last=2",  # `measure` reads when the first one was complete
         "log.ckpt.keep_best=None",
         *(("data.forgetting_budget=None", "data.replay_bounds=None") if resolved.plan.forgetting_budget else ()),
         *(("evaluate.every_n_steps=None",) if resolved.plan.evaluate_every_n_steps else ()),
@@ -184,6 +184,11 @@ def _free_folder(resolved: Resolved) -> RunDir:
     return RunDir(next(one for one in [name, *(f"{name}-{n}" for n in range(2, 10_000))] if one not in taken), root)
 
 
+def _newest_file(folder: Path) -> float:
+    """When a file in the folder was last written, in Unix seconds; 0 if there is none."""
+    return max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
+
+
 def measure(folder: RunDir, started: float, ended: float) -> Calibration:
     """What the records of the 20 steps say, and the time of the whole command (Unix seconds)."""
     from launcher.earlier_runs import read_power
@@ -201,13 +206,17 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
     longer_at_first += max(0.0, validations[0] - validation)
     beside_save = [row["step_seconds"] for row in steps if row["step"] in (SAVE_AT, SAVE_AT + 1)]
     last = max(row["time"] for row in rows)
+    # the second save waits for the first where 10 steps are faster than its files: not so in the run that is planned
+    first_saved = _newest_file(folder.checkpoints / f"step-{SAVE_AT}")
+    waited_before = max(0.0, min(first_saved, last) - max(row["time"] for row in steps))
+    waited_after = max(0.0, first_saved - last)
     return Calibration(
         step_seconds=step,
         spread=(seconds[-1 - len(seconds) // 10] - seconds[len(seconds) // 10]) / statistics.median_high(seconds),
-        start_seconds=max(0.0, last - started - in_training) + longer_at_first,
+        start_seconds=max(0.0, last - started - in_training - waited_before) + longer_at_first,
         validation_seconds=validation,
         stall_seconds=max(0.0, sum(beside_save) - len(beside_save) * step),
-        save_seconds=max(0.0, ended - last),
+        save_seconds=max(0.0, ended - last - waited_after),
         memory_gib=max((row["memory_gib"] for row in steps if "memory_gib" in row), default=None),
         power_w=read_power(folder),
         run=str(folder.path),

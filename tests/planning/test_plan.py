@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +219,17 @@ def test_what_20_steps_say(tmp_path: Path) -> None:
     assert found.start_seconds == pytest.approx(30.0 - (2.0 + 5.0 + 0.4 + 1.7) - (4.0 + 1.0) + 1.9 + 3.0)
     assert found.stall_seconds == pytest.approx(0.3) and found.save_seconds == 1.5
     assert found.memory_gib == 0.9 and found.power_w is None
+
+    file = run.checkpoints / f"step-{calibrate.SAVE_AT}" / "weights"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    os.utime(file, (1031.0, 1031.0))  # the second save has waited for it, 1 s after the last row
+    waited = calibrate.measure(run, started=1000.0, ended=1031.5)
+    assert waited == dataclasses.replace(found, save_seconds=0.5)
+    rows[-1]["time"] = 1033.0  # the last row comes 3 s later: 1 s of them was the wait
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    waited = calibrate.measure(run, started=1000.0, ended=1034.5)
+    assert waited == dataclasses.replace(found, start_seconds=found.start_seconds + 3.0 - 1.0)
 
 
 def test_validations_of_a_run() -> None:
