@@ -11,14 +11,16 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from common.errors import UserError
 from data.ledger import Corpus, Ledger
-from data.sample_order import permute_range, samples_of_step
+from data.sample_order import permute_range, samples_of_steps
+
+_LAID_OUT = 4096  # samples whose places are computed at once
 
 
 class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Sample i of the run, for any i: which corpus, which of its windows.
 
     Data workers and ranks need nothing of each other: a sample is a function of the ledger and of its number. The rows
-    of one global batch are computed together and kept until another batch is asked for.
+    of some steps are computed together and kept until a step behind them is asked for, or the replay share changes.
 
     Args:
         ledger: what was read, and the stages.
@@ -50,7 +52,13 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._changes = torch.zeros(most_changes, 3, dtype=torch.float64).share_memory_()
         self._num_changes = torch.zeros(1, dtype=torch.int64).share_memory_()
         self._changes_made = 0  # by this process
-        self._step = -1
+        # corpus -> the windows of its first pass (None: it is over), and those of the later ones
+        self._passes: dict[int, tuple[Any, GPTDataset]] = {
+            number: (self._laid_out.get(number) if ledger.corpora[number].laid_out_size else one, one)
+            for number, one in self._windows.items()
+        }
+        self._batch = ledger.global_batch_size
+        self._step, self._first_index = -1, 0
         self._rows: list[tuple[int, int, int]] = []
 
     @property
@@ -75,22 +83,34 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         for share, first, decided in self._changes[self._changes_made : int(self._num_changes)].tolist():
             self.ledger = self.ledger.with_share(share, int(first), int(decided))
             self._changes_made += 1
-        self.segments = self.ledger.segments()
+        self.segments, self._rows = self.ledger.segments(), []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        step, place = divmod(index, self.ledger.global_batch_size)
+        step = index // self._batch
         if step != self._step:
-            if int(self._num_changes) > self._changes_made:
-                self._make_changes()
-            self._step, self._rows = step, self.rows_of_step(step)
-        domain, pass_number, window = self._rows[place]
-        begun = self.ledger.corpora[domain].laid_out_size > 0 and pass_number == 0
-        dataset = (self._laid_out if begun else self._windows)[domain]
-        return {"dataset_id": domain, **dataset[window]}
+            self._go_to(step)
+        domain, pass_number, window = self._rows[index - self._first_index]
+        first, later = self._passes[domain]
+        return {"dataset_id": domain, **(later if pass_number else first)[window]}
 
     def rows_of_step(self, step: int) -> list[tuple[int, int, int]]:
         """(corpus, pass, window) of each sample of a global batch; windows as the corpus's dataset counts them."""
-        domains, numbers = samples_of_step(self.segments, step, self.ledger.global_batch_size)
+        self._go_to(step)
+        first = step * self._batch - self._first_index
+        return self._rows[first : first + self._batch]
+
+    def _go_to(self, step: int) -> None:
+        """Compute the rows from this step on, unless they are there, with the changes decided since the last step."""
+        if int(self._num_changes) > self._changes_made:
+            self._make_changes()
+        if not 0 <= step * self._batch - self._first_index < len(self._rows):
+            self._rows, self._first_index = self._lay_out(step), step * self._batch
+        self._step = step
+
+    def _lay_out(self, step: int) -> list[tuple[int, int, int]]:
+        """(corpus, pass, window) of each sample from this step on."""
+        most = max(1, _LAID_OUT // self._batch)
+        domains, numbers = samples_of_steps(self.segments, step, self._batch, most)
         passes, windows = numpy.zeros_like(numbers), numpy.zeros_like(numbers)
         for domain, corpus in enumerate(self.ledger.corpora):
             own = domains == domain

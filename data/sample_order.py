@@ -93,18 +93,22 @@ class Segment:
         return tuple(begin + count for begin, count in zip(self.begins, new, strict=True))
 
 
-def samples_of_step(segments: Sequence[Segment], step: int, global_batch_size: int) -> tuple[Array, Array]:
-    """The global batch of a step.
+def samples_of_steps(
+    segments: Sequence[Segment], step: int, global_batch_size: int, most: int = 1
+) -> tuple[Array, Array]:
+    """The global batches from `step` on: of `most` steps, or fewer where the segment of `step` ends before.
 
     Returns:
-        domains: int64[global_batch_size], and numbers: int64[global_batch_size] of the domains' samples, from 0 at the
-        start of the run.
+        domains: int64[steps * global_batch_size], and numbers: int64 of the same length, of the domains' samples, from
+        0 at the start of the run.
     """
     import numpy as np
 
-    segment = segments[bisect.bisect_right(segments, step, key=lambda one: one.first) - 1]
+    after = bisect.bisect_right(segments, step, key=lambda one: one.first)
+    segment = segments[after - 1]
+    steps = min(most, segments[after].first - step) if after < len(segments) else most
     start = (step - segment.first) * global_batch_size
-    domains, numbers = lay_out(segment.weights, start, start + global_batch_size)
+    domains, numbers = lay_out(segment.weights, start, start + steps * global_batch_size)
     return domains, numbers + np.array(segment.begins)[domains]
 
 

@@ -21,6 +21,7 @@ from recipes.overrides import parse
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+MOST_CONTINUED = 10  # run / longest training: docs/measurements/pilot.md
 COLOURS = ("#3b82c4", "#d9811f", "#8b6cc9", "#1fa2a6", "#c9609f")
 
 
@@ -96,15 +97,7 @@ def format_recommendation(design: Design, objective: Objective, found: Recommend
         yield from name_and_text(
             "", f"replay share {found.share:.1%} (between {low:.1%} and {high:.1%}); the recipe has {design.share:.1%}"
         )
-    low, high = found.gain_range
-    yield from name_and_text(
-        "expected",
-        "; ".join(
-            f"{name} {_signed(change)} instead of {_signed(found.recipe_changes[name])}"
-            for name, change in found.changes.items()
-        )
-        + f" nats per token; better by {_signed(found.gain)} ({_signed(low)} to {_signed(high)})",
-    )
+    yield from name_and_text("expected", _describe_expected(design, found))
     yield from name_and_text(
         "caution",
         f"continued from {design.steps // 2} and {design.steps} steps to {design.plan.max_steps}: expect the order of"
@@ -113,6 +106,22 @@ def format_recommendation(design: Design, objective: Objective, found: Recommend
     yield from _describe_left_out(design)
     for note in found.notes:
         yield from name_and_text("note", note)
+
+
+def _describe_expected(design: Design, found: Recommendation) -> str:
+    """The changes after the run, unless they would be continued further than was ever compared with a run."""
+    times = design.plan.max_steps / design.steps
+    if times > MOST_CONTINUED:
+        return (
+            f"no numbers: the run is {times:.0f} times as long as the longest training, and how far off numbers are was"
+            f" measured up to {MOST_CONTINUED} times (a larger --budget)"
+        )
+    low, high = found.gain_range
+    changes = "; ".join(
+        f"{name} {_signed(change)} instead of {_signed(found.recipe_changes[name])}"
+        for name, change in found.changes.items()
+    )
+    return f"{changes} nats per token; better by {_signed(found.gain)} ({_signed(low)} to {_signed(high)})"
 
 
 def follow_command(request: PilotRequest, design: Design, found: Recommendation) -> str:

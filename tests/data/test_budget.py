@@ -13,7 +13,7 @@ from common.errors import UserError
 from data.budget import AIM, Budget, BudgetState
 from data.continue_ledger import resume_ledger
 from data.ledger import Ledger, parse_ledger
-from data.sample_order import samples_of_step
+from data.sample_order import samples_of_steps
 from tests.data.test_ledger import BATCH, CORPORA, _check_read_once, _fresh, _stage
 
 BUDGET = Budget({"r": 0.1, "w": 0.2}, low=0.02, high=0.6)
@@ -78,7 +78,7 @@ def test_a_resume_reads_what_an_uninterrupted_run_reads(shares: Any, ahead: int,
     _check_read_once(resumed.at(23))
     for step in (5, 11, 22):
         share = straight.stage_at(step).replay_share
-        domains, _ = samples_of_step(straight.segments(), step, BATCH)
+        domains, _ = samples_of_steps(straight.segments(), step, BATCH)
         assert abs((domains == 2).sum() - share * BATCH) < 2.5
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.sample_order import Segment, count_in_order, lay_out, permute, permute_range, samples_of_step
+from data.sample_order import Segment, count_in_order, lay_out, permute, permute_range, samples_of_steps
 
 weights = st.lists(st.floats(1e-4, 1e4) | st.just(0.0), min_size=1, max_size=8).filter(any)
 
@@ -61,23 +61,33 @@ def test_permutations_mix_and_differ() -> None:
 def test_a_segment_goes_on_where_the_one_before_ended() -> None:
     first = Segment(0, (0.75, 0.25), (0, 0))
     second = Segment(10, (0.0, 1.0), first.counts_at(10, 8))
-    domains, numbers = samples_of_step((first, second), 10, 8)
+    domains, numbers = samples_of_steps((first, second), 10, 8)
     assert domains.tolist() == [1] * 8 and numbers.tolist() == list(range(20, 28))
-    domains, numbers = samples_of_step((first, second), 9, 8)
+    domains, numbers = samples_of_steps((first, second), 9, 8)
     assert numbers[domains == 1].tolist() == [18, 19] and max(numbers) == 59
+    assert [len(samples_of_steps((first, second), step, 8, most=4)[0]) for step in (3, 8, 10)] == [32, 16, 32]
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.7, 0.2, 0.1), (1 / 3, 1 / 3, 1 / 3), (0.0, 1.0)])
+def test_steps_that_are_laid_out_together_are_those_laid_out_alone(weights: tuple[float, ...]) -> None:
+    segments = (Segment(0, weights, (0,) * len(weights)),)
+    together = samples_of_steps(segments, 5, 24, most=40)
+    alone = [samples_of_steps(segments, step, 24) for step in range(5, 45)]
+    for part in (0, 1):
+        assert together[part].tolist() == [one for step in alone for one in step[part].tolist()]
 
 
 @pytest.mark.parametrize("step", [0, 7, 12_345])
 def test_any_number_of_ranks_reads_the_same_batch(step: int) -> None:
     """Megatron's sampler cuts a global batch by numbers: each of them names one sample, whichever rank reads it."""
     segments = (Segment(0, (0.7, 0.2, 0.1), (0, 0, 0)),)
-    whole = list(zip(*(part.tolist() for part in samples_of_step(segments, step, 24)), strict=True))
+    whole = list(zip(*(part.tolist() for part in samples_of_steps(segments, step, 24)), strict=True))
     for ranks in (1, 2, 4, 8):
         micro = 3
         read = []
         for start in range(0, 24, micro * ranks):
             for rank in range(ranks):
-                domains, numbers = samples_of_step(segments, step, 24)
+                domains, numbers = samples_of_steps(segments, step, 24)
                 own = slice(start + rank * micro, start + (rank + 1) * micro)
                 read += list(zip(domains[own].tolist(), numbers[own].tolist(), strict=True))
         assert sorted(read) == sorted(whole) and len(set(read)) == 24

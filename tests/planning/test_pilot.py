@@ -20,7 +20,7 @@ from launcher.earlier_runs import highest_rate
 from planning import pilot
 from planning.pilot_design import LEAST_STEPS, make_design, training_spec
 from planning.pilot_fit import Objective, Result, continue_results, recommend
-from planning.pilot_page import describe_trainings, run_pilot
+from planning.pilot_page import describe_trainings, format_recommendation, run_pilot
 from planning.pilot_request import PilotRequest
 from recipes.resolve import resolve
 
@@ -102,6 +102,16 @@ def test_the_smallest_budget_that_works_is_said_and_works() -> None:
     assert make_design(_request(budget=refused.value.do.split()[-1])).steps >= LEAST_STEPS
     with pytest.raises(UserError, match="--shares needs replay"):
         make_design(PilotRequest(recipe="qwen25_tiny", budget="60%", shares="0.1,0.2"))
+
+
+@pytest.mark.parametrize(("budget", "states"), [("60%", False), ("100%", True)])
+def test_numbers_are_not_continued_further_than_was_measured(budget: str, states: bool) -> None:
+    """1,000 steps are 15 times the longest training of the one pilot and 9 times that of the other."""
+    objective = Objective(("code",), ("prose",), None)
+    design, found = make_design(_request(budget=budget)), recommend(_results(), 1e-3, 0.25, objective)
+    text = " ".join(" ".join(format_recommendation(design, objective, found)).split())
+    assert ("no numbers: the run is 15 times as long" in text) != states
+    assert ("nats per token; better by" in text) == states
 
 
 def _results(broken: Mapping[str, float] = MappingProxyType({})) -> list[Result]:
