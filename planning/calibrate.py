@@ -208,15 +208,14 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
     last = max(row["time"] for row in rows)
     # the second save waits for the first where 10 steps are faster than its files: not so in the run that is planned
     first_saved = _newest_file(folder.checkpoints / f"step-{SAVE_AT}")
-    waited_before = max(0.0, min(first_saved, last) - max(row["time"] for row in steps))
-    waited_after = max(0.0, first_saved - last)
+    waited = max(0.0, first_saved - last)
     return Calibration(
         step_seconds=step,
         spread=(seconds[-1 - len(seconds) // 10] - seconds[len(seconds) // 10]) / statistics.median_high(seconds),
-        start_seconds=max(0.0, last - started - in_training - waited_before) + longer_at_first,
+        start_seconds=max(0.0, last - started - in_training) + longer_at_first,
         validation_seconds=validation,
         stall_seconds=max(0.0, sum(beside_save) - len(beside_save) * step),
-        save_seconds=max(0.0, ended - last - waited_after),
+        save_seconds=max(0.0, ended - last - waited),
         memory_gib=max((row["memory_gib"] for row in steps if "memory_gib" in row), default=None),
         power_w=read_power(folder),
         run=str(folder.path),

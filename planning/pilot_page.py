@@ -112,9 +112,10 @@ def _describe_expected(design: Design, found: Recommendation) -> str:
     """The changes after the run, unless they would be continued further than was ever compared with a run."""
     times = design.plan.max_steps / design.steps
     if times > MOST_CONTINUED:
+        enough = design.budget * times / MOST_CONTINUED
         return (
-            f"no numbers: the run is {times:.0f} times as long as the longest training, and how far off numbers are was"
-            f" measured up to {MOST_CONTINUED} times (a larger --budget)"
+            f"no numbers: the run is {times:.0f} times as long as the longest training, and how far off they are was"
+            f" measured up to {MOST_CONTINUED} times (about --budget {100 * enough:.0f}%)"
         )
     low, high = found.gain_range
     changes = "; ".join(

@@ -17,7 +17,8 @@ from nemo.utils.get_rank import is_global_rank_zero
 from common.errors import GateError
 from training.async_read import AsyncRead
 from training.fast import embedding, fp8, layers, lm_head, mlp, qkv, wgrad
-from training.fast.graph import GraphedSchedule, find_ddp, finish_gathers
+from training.fast.gathers import finish_gathers
+from training.fast.graph import GraphedSchedule
 from training.fast.loss import SyncFreeLossReduction
 from training.fast.optimizer import DeviceStep
 
@@ -75,7 +76,6 @@ class Speed(pl.Callback):
         self._schedule: GraphedSchedule | None = None
         self._delayed_log: DelayedLog | None = None
         self._skipped_steps: AsyncRead | None = None
-        self._with_fused_norm: list[Any] = []  # Megatron's DistributedDataParallel of each model chunk
 
     def before_build(self, model: Any) -> None:
         """Replace what the build of the model reads."""
@@ -99,28 +99,22 @@ class Speed(pl.Callback):
                 qkv.bind(model)
             if self.fused_embedding and _usable("fused_embedding", sharded or embedding.find_problem(config)):
                 embedding.bind(model)
-            if self._bind_layers(model, sharded or layers.find_problem(config)):
-                self._with_fused_norm.append(find_ddp(chunk))
+            self._bind_layers(model, sharded or layers.find_problem(config))
 
-    def _bind_layers(self, model: Any, norm_problem: str | None) -> bool:
+    def _bind_layers(self, model: Any, norm_problem: str | None) -> None:
         """Bind the fused norms, and on top of them the fused MLP blocks.
 
         Args:
             norm_problem: why the norms cannot be replaced, or None.
-
-        Returns:
-            whether the norms are replaced.
         """
         config = model.config
         if self.fp8:
             problem = norm_problem or mlp.find_problem(config) or fp8.find_problem(config, 2 * config.ffn_hidden_size)
             _require_fp8("fp8", {"fused_norm": self.fused_norm, "fused_mlp": self.fused_mlp}, problem)
-        if not (self.fused_norm and _usable("fused_norm", norm_problem)):
-            return False
-        layers.bind(model, bool(config.gradient_accumulation_fusion))
-        if self.fused_mlp and _usable("fused_mlp", mlp.find_problem(config)):
-            mlp.bind(model, self.fp8)
-        return True
+        if self.fused_norm and _usable("fused_norm", norm_problem):
+            layers.bind(model, bool(config.gradient_accumulation_fusion))
+            if self.fused_mlp and _usable("fused_mlp", mlp.find_problem(config)):
+                mlp.bind(model, self.fp8)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         ddp_configs = [get_attr_wrapped_model(chunk, "ddp_config") for chunk in trainer.strategy.megatron_parallel]
@@ -146,9 +140,8 @@ class Speed(pl.Callback):
         """Replace the schedule of this step: NeMo's last hook before it reads `MegatronStep.forward_backward_func`."""
         if self._schedule is not None and not step.forward_only:
             step.__dict__["forward_backward_func"] = self._schedule
-            return
-        for ddp in self._with_fused_norm:  # it reads a weight before the module in which Megatron would wait for it
-            finish_gathers(ddp)
+        elif self.fused_norm:
+            finish_gathers(step.pipeline)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self._delayed_log is not None:

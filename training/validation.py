@@ -30,6 +30,7 @@ from training.document_losses import (
     save_first,
 )
 from training.documents import packing_arguments, schedule_shape
+from training.fast.gathers import finish_gathers
 from training.follow_budget import follow_budget
 from training.global_totals import num_model_chunks
 from training.progress import VALIDATION_TIME, Progress
@@ -279,6 +280,7 @@ def forward_losses(
         )
         return out, lambda losses: (losses.mean(), {"measured": measure(losses, batch, item)})
 
+    finish_gathers(model)
     chunks = num_model_chunks()
     with torch.no_grad():
         outputs = get_forward_backward_func()(

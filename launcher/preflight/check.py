@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import shutil
 import sys
@@ -17,12 +18,13 @@ from common.loggers import TITLES, install_command, is_installed, parse_loggers
 from common.quantities import format_bytes
 from common.rundir import RunDir
 from common.version import ROOT
+from launcher.batch_size import installed_path
 from launcher.preflight.data import check_base_model, check_blend, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
 from launcher.preflight.room import RankGpu, check_fp8, check_room
-from recipes import limits
+from recipes import limits, memory
 from recipes.plan import Plan
 
 log = logging.getLogger("launch")
@@ -62,8 +64,8 @@ def _select(plan: Plan, machine: bool, data: bool, gpu: RankGpu | None) -> dict[
     checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
     if gpu is not None or (machine and plan.accelerator == "cpu"):
         checks["peak memory"] = functools.partial(check_room, gpu=gpu)
-    if machine and (plan.fp8 or plan.fp8_lm_head) and (gpu is not None or plan.accelerator == "cpu"):
-        checks["FP8"] = functools.partial(check_fp8, path=None if gpu is None else gpu.path)
+    if machine and (plan.fp8 or plan.fp8_lm_head):
+        checks["FP8"] = functools.partial(check_fp8, installed=_installed_path(plan))
     return checks
 
 
@@ -165,9 +167,21 @@ def _check_loggers(plan: Plan, run: RunDir) -> Iterator[Finding]:
             )
 
 
+def _installed_path(plan: Plan) -> memory.Path | None:
+    """The fastest code that is installed here for the GPUs that the run takes; None for CPUs."""
+    names = [gpu.name for gpu in machine_facts.query_gpus().visible[: plan.devices]]
+    return None if plan.accelerator == "cpu" else installed_path(names)
+
+
+def most_checkpoints(plan: Plan) -> int:
+    """The most that are there at once: one more than is kept, as a new one is complete before an old one goes."""
+    saves = math.ceil(plan.max_steps / max(1, plan.save_every_n_steps))
+    return min(saves, plan.keep_checkpoints + bool(plan.keep_best) + 1)
+
+
 def checkpoint_disk_bytes(plan: Plan) -> int:
-    """The most that the checkpoints take: one more than is kept, as a new one is complete before an old one goes."""
-    return plan.checkpoint_bytes * (plan.keep_checkpoints + bool(plan.keep_best) + 1)
+    """The most that the checkpoints take."""
+    return plan.checkpoint_bytes * most_checkpoints(plan)
 
 
 def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
@@ -183,12 +197,12 @@ def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
             do="change its rights, or run from another folder",
         )
         return
-    kept = plan.keep_checkpoints + bool(plan.keep_best)
+    most = most_checkpoints(plan)
     need, free = checkpoint_disk_bytes(plan), shutil.disk_usage(parent).free
     if need > free:
         yield error(
             "not enough disk for the checkpoints",
-            expected=f"{format_bytes(need)} ({kept} that are kept and one that is being written)",
+            expected=f"{format_bytes(need)} ({most} at once: those that are kept and one that is being written)",
             found=f"{format_bytes(free)} free under {parent}",
             do="free some space, or log.ckpt.keep_last=1",
         )

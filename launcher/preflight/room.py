@@ -11,13 +11,6 @@ from launcher.preflight.findings import Finding, error, warning
 from recipes import memory
 from recipes.plan import Plan
 
-_FOUND: dict[memory.Path | None, str] = {
-    None: "a run on CPUs",
-    "plain": "a lever that it needs is off",
-    "sdpa": "no Transformer Engine",
-    "fast": "no QuACK, no Hopper GPU, or one of the two levers off",
-}
-
 
 @dataclass(frozen=True)
 class RankGpu:
@@ -58,26 +51,29 @@ def check_room(plan: Plan, run: RunDir, gpu: RankGpu | None) -> Iterator[Finding
     )
 
 
-def check_fp8(plan: Plan, run: RunDir, path: memory.Path | None) -> Iterator[Finding]:
+def check_fp8(plan: Plan, run: RunDir, installed: memory.Path | None) -> Iterator[Finding]:
     """Check that FP8 products, which train differently, can be used if they are asked for.
 
+    A lever that they need and that is off is found where the levers are bound (training/speed.py).
+
     Args:
-        path: which code trains on this machine's GPUs; None for its CPUs.
+        installed: the fastest code that is installed for this machine's GPUs; None for its CPUs.
     """
     sharded = plan.tensor_parallel * plan.pipeline_parallel > 1
-    if plan.fp8 and (path != "quack" or sharded):
+    here = {None: "a run on CPUs", "sdpa": "no Transformer Engine"}.get(installed, "no QuACK, or no Hopper GPU")
+    if plan.fp8 and (installed != "quack" or sharded):
         yield error(
             "speed.fp8 cannot be used",
-            expected="Hopper GPUs, Transformer Engine, QuACK (docs/performance.md), speed.fused_mlp and"
-            " speed.fused_norm on, tensor and pipeline parallel size 1",
-            found="tensor or pipeline parallelism" if sharded else _FOUND[path],
+            expected="Hopper GPUs, Transformer Engine and QuACK (docs/performance.md), tensor and pipeline parallel"
+            " size 1",
+            found="tensor or pipeline parallelism" if sharded else here,
             do="speed.fp8=False trains in bf16; to keep it, mend what was found",
         )
-    if plan.fp8_lm_head and (path == "plain" or sharded):
+    if plan.fp8_lm_head and sharded:
         yield error(
             "speed.fp8_lm_head cannot be used",
-            expected="speed.fused_lm_head on, tensor and pipeline parallel size 1",
-            found="tensor or pipeline parallelism" if sharded else _FOUND[path],
+            expected="tensor and pipeline parallel size 1",
+            found="tensor or pipeline parallelism",
             do="speed.fp8_lm_head=False trains in bf16; to keep it, mend what was found",
         )
 

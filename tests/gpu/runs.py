@@ -28,6 +28,12 @@ def train(folder: Path, name: str, *words: str, saved: int, last: int) -> tuple[
     return {row["step"]: row for row in map(json.loads, rows) if "loss" in row}, done.stdout + done.stderr
 
 
+def validation_loss(folder: Path, name: str, step: int) -> float:
+    """The validation loss of a run at a step, in nats per token."""
+    rows = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    return float(next(row["val_loss"] for row in rows if "validation" in row and row["step"] == step))
+
+
 def copy_without_end(folder: Path, original: str, name: str, last: int) -> Path:
     """Copy a run without the checkpoint of step `last`, so that it can be resumed; returns the copy's folder."""
     copy = folder / "runs" / name

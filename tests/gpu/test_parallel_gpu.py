@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.runs import ROOT, Row, copy_without_end, train
+from tests.gpu.runs import ROOT, Row, copy_without_end, train, validation_loss
 
 SAVED, LAST = 5, 10
 TP = ("trainer.strategy.tensor_model_parallel_size=2", "trainer.strategy.sequence_parallel=True")
@@ -80,8 +80,11 @@ def test_continues_the_run_of_one_gpu(layout: str, single_gpu: tuple[Path, dict[
     folder, expected = single_gpu
     copy = copy_without_end(folder, "one", layout, LAST)
     found, text = run(folder, layout, "--resume", f"trainer.devices={devices}", *words)
+    validated = validation_loss(folder, layout, LAST)
     shutil.rmtree(copy)  # 7 GB
     assert_same_training(found, expected, SAVED + 1)
+    # a validation that reads weights before they are gathered would mix those of two steps
+    assert validated == pytest.approx(validation_loss(folder, "one", LAST), abs=5e-4)
     assert ("pieces, between which" in text) == (layout in IN_PIECES)
 
 

@@ -28,6 +28,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from data.module import ReadyBatch, data_step
 from training.documents import is_isolated, repeat_last_border
+from training.fast.gathers import overlaps_gathers, start_gathers, wait_for_gathers
 
 log = logging.getLogger("launch")
 
@@ -84,10 +85,10 @@ class GraphedSchedule:
         for number in range(num_microbatches):
             self._copy_batch(data_step(iterator))
             if self._warm_up_batches:
-                finish_gathers(ddp)
+                wait_for_gathers(ddp)
                 self._warm_up(compute, ddp)
             if self._captured is None or self._captured_for != num_microbatches:
-                finish_gathers(ddp)
+                wait_for_gathers(ddp)
                 self._captured = None  # free its memory before the next capture
                 self._captured, self._captured_for = self._capture(compute, ddp), num_microbatches
             rows.append(self._captured.replay(is_last=number == num_microbatches - 1))
@@ -180,6 +181,8 @@ class PieceRecorder:
         self._graph: Any = None
         self._reads: list[Any] = []
         self._read: set[Any] = set()
+        self._incomplete = set(ddp.bucket_groups)  # whose gradients are not complete yet
+        self._last: list[Any] = []
 
     def description(self) -> str:
         """What the log says about the pieces."""
@@ -190,7 +193,7 @@ class PieceRecorder:
     def recording(self) -> Iterator[None]:
         """Capture what the block computes. Its backward pass runs in this thread, because it ends and begins graphs."""
         hooks, config, model = [], self._ddp.ddp_config, _find_gpt(self._ddp)
-        if config.overlap_param_gather:
+        if overlaps_gathers(self._ddp):
             self._reads = self._first_read_of(model.embedding)
             parts = [*model.decoder.layers, model.decoder.final_layernorm]
             # the output layer is not always called as a module; its weight is waited for with the last norm's
@@ -203,11 +206,12 @@ class PieceRecorder:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 self._begin()
-                try:
-                    yield
-                finally:
-                    self._end([])
+                yield
+                self._end(self._last)
         finally:
+            if self._graph is not None:  # an error: the capture ends without hiding it
+                with contextlib.suppress(RuntimeError):
+                    self._graph.end()
             for hook in hooks:
                 hook.remove()
             if config.overlap_grad_reduce:
@@ -216,11 +220,12 @@ class PieceRecorder:
                     group.reset()  # it counts the gradients that are complete
 
     def _begin(self) -> None:
-        self._graph = self._capture(self._graph)
+        self._graph = self._capture(self.recorded[-1].graph if self.recorded else None)
 
     def _end(self, completes: list[Any]) -> None:
-        self._graph.end()
-        self.recorded.append(Piece(self._graph, self._reads, completes))
+        graph, self._graph = self._graph, None
+        graph.end()
+        self.recorded.append(Piece(graph, self._reads, completes))
         self._reads = []
 
     def _first_read_of(self, module: Any) -> list[Any]:
@@ -237,6 +242,10 @@ class PieceRecorder:
             self._reads = found
 
     def _cut_after(self, group: Any) -> None:
+        self._incomplete.remove(group)
+        if not self._incomplete:  # nothing is left to compute: the piece ends with the micro batch
+            self._last = [group]
+            return
         self._end([group])
         self._begin()
 
@@ -267,25 +276,6 @@ class CapturedMicroBatch:
 def find_ddp(model: Any) -> Any:
     """Megatron's `DistributedDataParallel` inside the wrappers of a model."""
     return get_attr_wrapped_model(model, "grad_accs", return_model_obj=True)
-
-
-def start_gathers(ddp: Any) -> None:
-    """Start to gather the weights that each replica has updated a part of, in the order of the forward pass.
-
-    Does nothing if Megatron gathers them in the optimizer's step.
-    """
-    if ddp.ddp_config.overlap_param_gather:
-        for group in reversed(ddp.bucket_groups):
-            if not group.param_gather_dispatched:
-                group.start_param_sync()
-
-
-def finish_gathers(ddp: Any) -> None:
-    """Let the current stream wait for all weights. Does nothing if Megatron gathers them in the optimizer's step."""
-    if ddp.ddp_config.overlap_param_gather:
-        start_gathers(ddp)
-        for group in ddp.bucket_groups:
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 def _find_gpt(ddp: Any) -> Any:

@@ -83,11 +83,11 @@ def test_it_is_part_of_the_preflight_wherever_the_gpu_is_known(
         (
             {"fp8": True, "fp8_lm_head": True},
             "fast",
-            ["speed.fp8: no QuACK, no Hopper GPU, or one of the two levers off"],
+            ["speed.fp8: no QuACK, or no Hopper GPU"],
         ),
         ({"fp8": True}, None, ["speed.fp8: a run on CPUs"]),
         ({"fp8_lm_head": True}, None, []),  # a CPU emulates it
-        ({"fp8_lm_head": True}, "plain", ["speed.fp8_lm_head: a lever that it needs is off"]),
+        ({"fp8": True}, "sdpa", ["speed.fp8: no Transformer Engine"]),
         (
             {"fp8": True, "fp8_lm_head": True, "tensor_parallel": 2, "devices": 2},
             "quack",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.training.conftest import SHORT, train
 
 pytestmark = pytest.mark.nemo
 
@@ -67,7 +70,9 @@ def _recorded(gathers: bool, sums: bool) -> tuple[Any, list[str], list[Group]]:
     group_of = {p: owner.get(name.rpartition(".")[0], groups[0]) for name, p in model.named_parameters()}
     ddp = types.SimpleNamespace(
         module=model,
-        ddp_config=types.SimpleNamespace(overlap_param_gather=gathers, overlap_grad_reduce=sums),
+        ddp_config=types.SimpleNamespace(
+            use_distributed_optimizer=True, overlap_param_gather=gathers, overlap_grad_reduce=sums
+        ),
         bucket_groups=groups,
         param_to_bucket_group=group_of,
     )
@@ -101,7 +106,8 @@ def _recorded(gathers: bool, sums: bool) -> tuple[Any, list[str], list[Group]]:
 
 
 def _in_pieces() -> None:
-    from training.fast.graph import CapturedMicroBatch, finish_gathers, start_gathers
+    from training.fast.gathers import start_gathers, wait_for_gathers
+    from training.fast.graph import CapturedMicroBatch
 
     recorder, events, groups = _recorded(gathers=True, sums=True)
     captured = [event for event in events if not event.startswith("reset")]
@@ -109,10 +115,10 @@ def _in_pieces() -> None:
         *("begin 0", "compute embedding", "end 0"),  # reads the embedding
         *("begin 1", "compute layer 0", "end 1"),
         *("begin 2", "compute layer 1", "compute layer 2", "compute output", "end 2"),  # completes the end's gradients
-        *("begin 3", "end 3", "begin 4", "end 4", "begin 5", "end 5"),
+        *("begin 3", "end 3", "begin 4", "end 4"),  # of layer 0; the embedding's are complete at the end
     ]
     assert events[-3:] == ["reset end", "reset layer 0", "reset embedding"]
-    assert recorder.description() == " in 6 pieces, between which 3 buckets are exchanged"
+    assert recorder.description() == " in 5 pieces, between which 3 buckets are exchanged"
 
     events.clear()
     ddp = recorder._ddp
@@ -123,20 +129,20 @@ def _in_pieces() -> None:
     assert events == [
         *("gather embedding", "gather layer 0", "gather end"),
         *("gathered embedding", "replay 0", "gathered layer 0", "replay 1", "gathered end", "replay 2"),
-        *("replay 3", "replay 4", "replay 5"),
+        *("replay 3", "replay 4"),
     ]
     events.clear()
     row = micro_batch.replay(is_last=True)
     sums = [event for event in events if not event.startswith("gathered")]
     assert sums == [
         *("replay 0", "replay 1", "replay 2", "sum end", "replay 3", "sum layer 0", "replay 4"),
-        *("sum embedding", "replay 5"),
+        "sum embedding",
     ]
     assert row["loss"] is not micro_batch.row["loss"]
     events.clear()
     for group in groups:
         group.param_gather_dispatched = False
-    finish_gathers(ddp)
+    wait_for_gathers(ddp)
     assert events[:3] == ["gather embedding", "gather layer 0", "gather end"]
     assert sorted(events[3:]) == ["gathered embedding", "gathered end", "gathered layer 0"]
 
@@ -147,16 +153,82 @@ def test_replicas_exchange_between_the_pieces_of_a_micro_batch(forked: Callable[
 
 
 def _in_one() -> None:
-    from training.fast.graph import CapturedMicroBatch, finish_gathers, start_gathers
+    from training.fast.gathers import start_gathers, wait_for_gathers
+    from training.fast.graph import CapturedMicroBatch
 
     recorder, events, _ = _recorded(gathers=False, sums=False)
     assert [event for event in events if not event.startswith("compute")] == ["begin 0", "end 0"]
     assert recorder.description() == ""
     events.clear()
     start_gathers(recorder._ddp)
-    finish_gathers(recorder._ddp)
+    wait_for_gathers(recorder._ddp)
     CapturedMicroBatch(recorder.recorded, {}).replay(is_last=True)
     assert events == ["replay 0"]
+
+
+def _without_sharded_weights() -> None:
+    """Megatron leaves `overlap_param_gather` on where the optimizer is not distributed, and then gathers nothing."""
+    from training.fast.gathers import wait_for_gathers
+
+    events: list[str] = []
+    config = types.SimpleNamespace(use_distributed_optimizer=False, overlap_param_gather=True)
+    wait_for_gathers(types.SimpleNamespace(ddp_config=config, bucket_groups=[Group("all", events)]))
+    assert events == []
+
+
+def test_weights_that_every_replica_has_are_not_gathered(forked: Callable[..., Any]) -> None:
+    forked(_without_sharded_weights)
+
+
+def _validated(sample: Path) -> list[str]:
+    """What a run does about its weights around each validation."""
+    from training import validation as module
+
+    validation: Any = module
+    events: list[str] = []
+    compute = validation.get_forward_backward_func
+
+    def recorded() -> Any:
+        events.append("forward")
+        return compute()
+
+    validation.finish_gathers = lambda model: events.append(f"gathers of {len(list(model))} chunk finished")
+    validation.get_forward_backward_func = recorded
+    train(sample, *SHORT, "trainer.max_steps=2", "trainer.val_check_interval=2")
+    return events
+
+
+def test_a_validation_waits_for_the_weights(sample: Path, forked: Callable[..., Any]) -> None:
+    """Its forward pass reads weights before Megatron would wait for them: the fused norms call no module for theirs."""
+    assert forked(_validated, sample) == ["gathers of 1 chunk finished", "forward"] * 2
+
+
+def _interrupted() -> None:
+    """An error in the micro batch is the one that is raised, and the capture ends."""
+    events: list[str] = []
+    model = Model(events)
+    config = types.SimpleNamespace(
+        use_distributed_optimizer=False, overlap_param_gather=False, overlap_grad_reduce=False
+    )
+    ddp = types.SimpleNamespace(module=model, ddp_config=config, bucket_groups=[])
+
+    class Broken:
+        def __init__(self, previous: Any) -> None:
+            pass
+
+        def end(self) -> None:
+            events.append("ended")
+            raise RuntimeError("the capture was invalidated")
+
+    from training.fast.graph import PieceRecorder
+
+    with pytest.raises(ValueError, match="in the model"), PieceRecorder(ddp, Broken).recording():
+        raise ValueError("in the model")
+    assert events == ["ended"]
+
+
+def test_an_error_while_capturing_is_not_hidden(forked: Callable[..., Any]) -> None:
+    forked(_interrupted)
 
 
 def test_a_micro_batch_without_overlapped_exchanges_is_one_piece(forked: Callable[..., Any]) -> None:
