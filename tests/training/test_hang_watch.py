@@ -122,6 +122,7 @@ def test_the_validation_says_that_it_makes_progress(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(validation, "packing_arguments", lambda batch, seq_length: {})
     monkeypatch.setattr(validation, "schedule_shape", lambda data: {})
     monkeypatch.setattr(validation, "num_model_chunks", lambda: 1)
+    monkeypatch.setattr(validation, "finish_gathers", lambda model: None)
     monkeypatch.setattr(validation, "get_forward_backward_func", lambda: schedule)
     callback: Any = validation.DomainValidation(5, 3)
     model, data, measure = (SimpleNamespace(pipeline=None), SimpleNamespace(seq_length=8), cast(Any, None))
