@@ -18,13 +18,12 @@ from common.loggers import TITLES, install_command, is_installed, parse_loggers
 from common.quantities import format_bytes
 from common.rundir import RunDir
 from common.version import ROOT
-from launcher.batch_size import installed_path
 from launcher.preflight.data import check_base_model, check_blend, check_corpora
 from launcher.preflight.findings import Finding, error, warning
 from launcher.preflight.layout import check_layout
 from launcher.preflight.ranks import check_ranks
-from launcher.preflight.room import RankGpu, check_fp8, check_room
-from recipes import limits, memory
+from launcher.preflight.room import RankGpu, check_room
+from recipes import limits
 from recipes.plan import Plan
 
 log = logging.getLogger("launch")
@@ -64,8 +63,6 @@ def _select(plan: Plan, machine: bool, data: bool, gpu: RankGpu | None) -> dict[
     checks = {**_CHECKS, **(_MACHINE_CHECKS if machine else {}), **(_DATA_CHECKS if data else {})}
     if gpu is not None or (machine and plan.accelerator == "cpu"):
         checks["peak memory"] = functools.partial(check_room, gpu=gpu)
-    if machine and (plan.fp8 or plan.fp8_lm_head):
-        checks["FP8"] = functools.partial(check_fp8, installed=_installed_path(plan))
     return checks
 
 
@@ -165,12 +162,6 @@ def _check_loggers(plan: Plan, run: RunDir) -> Iterator[Finding]:
                 found=f"no package {name} for {sys.executable}",
                 do=f"{install_command(name)}, or leave it out of log.loggers",
             )
-
-
-def _installed_path(plan: Plan) -> memory.Path | None:
-    """The fastest code that is installed here for the GPUs that the run takes; None for CPUs."""
-    names = [gpu.name for gpu in machine_facts.query_gpus().visible[: plan.devices]]
-    return None if plan.accelerator == "cpu" else installed_path(names)
 
 
 def most_checkpoints(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Preflight of the ranks on this machine: GPU memory, shared memory, and the port of their rendezvous."""
+"""Preflight of the ranks on this machine: GPU memory, FP8, shared memory, and the port of their rendezvous."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from common import machine_facts
 from common.environment.sets import BACKEND_KEY
 from common.rundir import RunDir
+from launcher.batch_size import installed_path
 from launcher.preflight.findings import Finding, error, warning
-from recipes.memory import ADVISED_BYTES, estimate
+from recipes.memory import ADVISED_BYTES, Path, estimate
 from recipes.plan import Plan
 from recipes.qwen25 import QWEN25_500M
 
@@ -18,8 +19,12 @@ ADVISED = ADVISED_BYTES / QWEN25_500M.num_parameters  # bytes per parameter
 
 def check_ranks(plan: Plan, run: RunDir) -> Iterator[Finding]:
     """Check what this machine must have for the plan's ranks."""
-    if plan.accelerator == "gpu":
-        yield from check_gpu_memory(plan, machine_facts.query_gpus())
+    on_gpu = plan.accelerator == "gpu"
+    gpus = machine_facts.query_gpus() if on_gpu else machine_facts.Gpus()
+    names = [gpu.name for gpu in gpus.visible[: plan.devices]]
+    yield from check_fp8(plan, installed_path(names) if on_gpu else None)
+    if on_gpu:
+        yield from check_gpu_memory(plan, gpus)
         if plan.devices > 1:
             yield from check_shared_memory(machine_facts.shared_memory(), os.environ)
     if plan.devices * plan.num_nodes > 1:
@@ -55,6 +60,33 @@ def check_gpu_memory(plan: Plan, gpus: machine_facts.Gpus) -> Iterator[Finding]:
                 found=found,
                 do="data.micro_batch_size=1 if it runs out of memory; nvidia-smi shows what else is there",
             )
+
+
+def check_fp8(plan: Plan, installed: Path | None) -> Iterator[Finding]:
+    """Check that FP8 products, which train differently, can be used if they are asked for.
+
+    A lever that they need and that is off is found where the levers are bound (training/speed.py).
+
+    Args:
+        installed: the fastest code that is installed for this machine's GPUs; None for its CPUs.
+    """
+    sharded = plan.tensor_parallel * plan.pipeline_parallel > 1
+    here = {None: "a run on CPUs", "sdpa": "no Transformer Engine"}.get(installed, "no QuACK, or no Hopper GPU")
+    if plan.fp8 and (installed != "quack" or sharded):
+        yield error(
+            "speed.fp8 cannot be used",
+            expected="Hopper GPUs, Transformer Engine and QuACK (docs/performance.md), tensor and pipeline parallel"
+            " size 1",
+            found="tensor or pipeline parallelism" if sharded else here,
+            do="speed.fp8=False trains in bf16; to keep it, mend what was found",
+        )
+    if plan.fp8_lm_head and sharded:
+        yield error(
+            "speed.fp8_lm_head cannot be used",
+            expected="tensor and pipeline parallel size 1",
+            found="tensor or pipeline parallelism",
+            do="speed.fp8_lm_head=False trains in bf16; to keep it, mend what was found",
+        )
 
 
 def check_shared_memory(shm: machine_facts.SharedMemory, environ: Mapping[str, str]) -> Iterator[Finding]:

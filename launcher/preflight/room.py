@@ -51,33 +51,6 @@ def check_room(plan: Plan, run: RunDir, gpu: RankGpu | None) -> Iterator[Finding
     )
 
 
-def check_fp8(plan: Plan, run: RunDir, installed: memory.Path | None) -> Iterator[Finding]:
-    """Check that FP8 products, which train differently, can be used if they are asked for.
-
-    A lever that they need and that is off is found where the levers are bound (training/speed.py).
-
-    Args:
-        installed: the fastest code that is installed for this machine's GPUs; None for its CPUs.
-    """
-    sharded = plan.tensor_parallel * plan.pipeline_parallel > 1
-    here = {None: "a run on CPUs", "sdpa": "no Transformer Engine"}.get(installed, "no QuACK, or no Hopper GPU")
-    if plan.fp8 and (installed != "quack" or sharded):
-        yield error(
-            "speed.fp8 cannot be used",
-            expected="Hopper GPUs, Transformer Engine and QuACK (docs/performance.md), tensor and pipeline parallel"
-            " size 1",
-            found="tensor or pipeline parallelism" if sharded else here,
-            do="speed.fp8=False trains in bf16; to keep it, mend what was found",
-        )
-    if plan.fp8_lm_head and sharded:
-        yield error(
-            "speed.fp8_lm_head cannot be used",
-            expected="tensor and pipeline parallel size 1",
-            found="tensor or pipeline parallelism",
-            do="speed.fp8_lm_head=False trains in bf16; to keep it, mend what was found",
-        )
-
-
 def advise_room(plan: Plan, gpu: RankGpu) -> str:
     """Overrides after which the run fits, or what else can be changed."""
     best = memory.largest_that_fits(plan, gpu.gib, gpu.path)

@@ -75,7 +75,7 @@ class GraphedSchedule:
         """Run one training step, by Megatron's schedule protocol (training/speed.py uses it for nothing else)."""
         model = model[0] if isinstance(model, list) else model
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
-        ddp = find_ddp(model)
+        ddp = _find_ddp(model)
         start_gathers(ddp)
 
         def compute() -> dict[str, torch.Tensor]:
@@ -273,7 +273,7 @@ class CapturedMicroBatch:
         return {name: value.clone() for name, value in self.row.items()}
 
 
-def find_ddp(model: Any) -> Any:
+def _find_ddp(model: Any) -> Any:
     """Megatron's `DistributedDataParallel` inside the wrappers of a model."""
     return get_attr_wrapped_model(model, "grad_accs", return_model_obj=True)
 

@@ -1,9 +1,10 @@
-"""Preflight of the ranks on this machine: GPU memory, shared memory, the port of the rendezvous."""
+"""Preflight of the ranks on this machine: GPU memory, FP8, shared memory, the port of the rendezvous."""
 
 from __future__ import annotations
 
 import dataclasses
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from common import machine_facts
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
 from launcher.preflight import ranks as preflight_ranks
-from recipes import registry
+from recipes import memory, registry
 from recipes.plan import Plan
 
 GB = 10**9
@@ -87,3 +88,35 @@ def test_a_hidden_second_gpu_is_told_with_the_set_that_shows_it(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     findings = [one for one in preflight.check(_plan(devices=2), RunDir("x"), data=False) if one.fatal]
     assert ["--env dual" in str(one.problem) for one in findings] == [True]
+
+
+@pytest.mark.parametrize(
+    ("asked", "path", "found"),
+    [
+        ({"fp8": True}, "quack", []),
+        (
+            {"fp8": True, "fp8_lm_head": True},
+            "fast",
+            ["speed.fp8: no QuACK, or no Hopper GPU"],
+        ),
+        ({"fp8": True}, None, ["speed.fp8: a run on CPUs"]),
+        ({"fp8_lm_head": True}, None, []),  # a CPU emulates it
+        ({"fp8": True}, "sdpa", ["speed.fp8: no Transformer Engine"]),
+        (
+            {"fp8": True, "fp8_lm_head": True, "tensor_parallel": 2, "devices": 2},
+            "quack",
+            ["speed.fp8: tensor or pipeline parallelism", "speed.fp8_lm_head: tensor or pipeline parallelism"],
+        ),
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be_used(
+    asked: dict[str, Any], path: memory.Path | None, found: list[str]
+) -> None:
+    plan = registry.resolve("qwen25_500m").plan
+    problems = [one.problem for one in preflight_ranks.check_fp8(dataclasses.replace(plan, **asked), path)]
+    assert [f"{one.what.removesuffix(' cannot be used')}: {one.found}" for one in problems] == found
+
+
+def test_fp8_is_looked_at_where_the_run_trains(tmp_path: Path) -> None:
+    plan = dataclasses.replace(registry.resolve("qwen25_tiny").plan, fp8=True)
+    assert [one.problem.found for one in preflight_ranks.check_ranks(plan, RunDir("x", tmp_path))] == ["a run on CPUs"]

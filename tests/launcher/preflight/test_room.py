@@ -12,7 +12,7 @@ import pytest
 
 from common.rundir import RunDir
 from launcher.preflight import check as preflight
-from launcher.preflight.room import RankGpu, advise_room, check_fp8, check_room
+from launcher.preflight.room import RankGpu, advise_room, check_room
 from recipes import memory, registry
 from recipes.overrides import apply_to_plan, parse
 from recipes.plan import Plan
@@ -74,36 +74,3 @@ def test_it_is_part_of_the_preflight_wherever_the_gpu_is_known(
     assert finding.fatal and not finding.in_numbers
     assert "data.micro_batch_size=4" in caplog.text
     assert preflight.check(plan, run, machine=False, data=False) == []
-
-
-@pytest.mark.parametrize(
-    ("asked", "path", "found"),
-    [
-        ({"fp8": True}, "quack", []),
-        (
-            {"fp8": True, "fp8_lm_head": True},
-            "fast",
-            ["speed.fp8: no QuACK, or no Hopper GPU"],
-        ),
-        ({"fp8": True}, None, ["speed.fp8: a run on CPUs"]),
-        ({"fp8_lm_head": True}, None, []),  # a CPU emulates it
-        ({"fp8": True}, "sdpa", ["speed.fp8: no Transformer Engine"]),
-        (
-            {"fp8": True, "fp8_lm_head": True, "tensor_parallel": 2, "devices": 2},
-            "quack",
-            ["speed.fp8: tensor or pipeline parallelism", "speed.fp8_lm_head: tensor or pipeline parallelism"],
-        ),
-    ],
-)
-def test_fp8_is_refused_where_it_cannot_be_used(
-    asked: dict[str, Any], path: memory.Path | None, found: list[str]
-) -> None:
-    problems = [one.problem for one in check_fp8(_plan(**asked), RunDir("x"), path)]
-    assert [f"{one.what.removesuffix(' cannot be used')}: {one.found}" for one in problems] == found
-
-
-def test_fp8_is_looked_at_only_where_the_run_trains() -> None:
-    plan, gpu = _plan(fp8=True), RankGpu(80.0, "fast")
-    assert "FP8" in preflight._select(plan, machine=True, data=False, gpu=gpu)
-    assert "FP8" not in preflight._select(plan, machine=False, data=False, gpu=gpu)
-    assert "FP8" not in preflight._select(_plan(), machine=True, data=False, gpu=gpu)
