@@ -1,5 +1,8 @@
 """How fast samples are read in Megatron's order and in that of the token ledger, in one process, in alternation.
 
+Reading a sample takes a hundred times as long as finding out which one comes next, and varies by more than that. So
+both are measured: whole samples, and the order alone, with every sample read from its corpus in no time.
+
 python -m bench.sample_orders --corpora corpora/sample --out samples.json
 """
 
@@ -13,6 +16,7 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SHARES = {"code": 1.0, "prose": 1.0}
 
@@ -48,23 +52,46 @@ def time_reading(dataset: Any, first: int, samples: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Read the same number of samples of both orders in each round; the ratio is that of each round."""
+    """Read the same number of samples of both orders in each round; the ratio is that of each round.
+
+    Returns:
+        microseconds per sample: `megatron_us_per_sample` and `ledger_us_per_sample` whole (median of the rounds),
+        `megatron_order_us` and `ledger_order_us` for the order alone (mean: the ledger's is laid out thousands of
+        samples at a time); `order_share` is the difference of the latter in a whole sample.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDataset
     from torch import distributed
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as cache:
         megatron, ledger = (build_dataset(args.corpora, cache, order, args) for order in ("megatron", "ledger"))
         samples = args.steps * args.global_batch_size
-        times = [
-            [time_reading(dataset, number * samples, samples) for dataset in (megatron, ledger)]
-            for number in range(args.rounds)
-        ]
-    ratios = [ledger_us / megatron_us for megatron_us, ledger_us in times[1:]]  # the first round fills the page cache
+
+        def time_rounds() -> list[tuple[float, float]]:
+            """Which of the two is read first changes from round to round."""
+            found = []
+            for number in range(args.rounds):
+                one = time_reading(megatron, number * samples, samples) if number % 2 else None
+                ledger_us = time_reading(ledger, number * samples, samples)
+                found.append((one or time_reading(megatron, number * samples, samples), ledger_us))
+            return found
+
+        for dataset in (megatron, ledger):  # fill the page cache
+            time_reading(dataset, 0, args.rounds * samples)
+        times = time_rounds()
+        sample = megatron[0]
+        with mock.patch.object(GPTDataset, "__getitem__", lambda self, index: sample):
+            order = [statistics.mean(column) for column in zip(*time_rounds(), strict=True)]
+    ratios = [ledger_us / megatron_us for megatron_us, ledger_us in times]
+    whole = [statistics.median(column) for column in zip(*times, strict=True)]
     return {
-        "megatron_us_per_sample": statistics.median(row[0] for row in times[1:]),
-        "ledger_us_per_sample": statistics.median(row[1] for row in times[1:]),
+        "megatron_us_per_sample": whole[0],
+        "ledger_us_per_sample": whole[1],
+        "megatron_order_us": order[0],
+        "ledger_order_us": order[1],
+        "order_share": (order[1] - order[0]) / whole[0],
         "ratio": statistics.median(ratios),
-        "ratios": [round(ratio, 3) for ratio in ratios],
+        "ratio_of_rounds": [round(one, 3) for one in (min(ratios), *statistics.quantiles(ratios), max(ratios))],
     }
 
 
@@ -74,8 +101,8 @@ def main() -> None:
     parser.add_argument("--corpora", type=Path, default=Path("corpora/sample"))
     parser.add_argument("--seq-length", type=int, default=2048)
     parser.add_argument("--global-batch-size", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = measure(args)
