@@ -120,3 +120,36 @@ def test_gloo_sums_buckets_one_by_one(forked: Callable[..., Any]) -> None:
     stock, total = forked(_gloo_without_coalescing)
     assert "allreduce_coalesced" in stock
     assert total == 3.0
+
+
+def _moved_at_the_end() -> list[str]:
+    """What Strategy.teardown copies to host memory."""
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.accelerators import CPUAccelerator
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.pytorch.strategies import strategy as lightning_strategy
+
+    from training.strategy import Strategy
+
+    moved: list[str] = []
+
+    class Module(LightningModule):
+        def cpu(self) -> Any:
+            moved.append("weights")
+            return super().cpu()
+
+    def to_device(optimizers: list[Any], device: Any) -> None:
+        moved.extend("optimizer" for _ in optimizers)
+
+    lightning_strategy._optimizers_to_device = to_device
+    strategy, module = Strategy(), Module()
+    strategy.connect(module)
+    strategy.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])]
+    strategy.cluster_environment, strategy.accelerator = LightningEnvironment(), CPUAccelerator()
+    strategy.teardown()
+    assert strategy.lightning_module is module  # Lightning's hooks that follow are given it
+    return moved
+
+
+def test_weights_and_optimizer_stay_on_the_gpu_at_the_end(forked: Callable[..., Any]) -> None:
+    assert forked(_moved_at_the_end) == []
