@@ -209,10 +209,12 @@ def documents(
     import json
 
     from common.rundir import find_run
-    from data.documents_read import count_run, print_table
 
     _console()
-    rows = count_run(find_run(run))
+    folder = find_run(run)
+    from data.documents_read import count_run, print_table  # takes seconds: Megatron
+
+    rows = count_run(folder)
     print(json.dumps(rows, indent=1)) if json_ else print_table(rows)
 
 

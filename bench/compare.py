@@ -36,7 +36,7 @@ CASES = {
     "318M, 16 x 4": (_REDUCED_12_GROUPS, 16, 16, 64, 10),
     "494M tied, 8 x 4": (["--recipe", "qwen25_500m"], 8, 8, 32, 10),
     "494M tied, 32 x 16, seq 1024": (
-        ["--recipe", "qwen25_500m", "data.seq_length=1024", "model.config.seq_length=1024"],
+        ["--recipe", "qwen25_500m", *_SEQ_1024],
         32,
         8,
         512,

@@ -57,7 +57,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Returns:
         microseconds per sample: `megatron_us_per_sample` and `ledger_us_per_sample` whole (median of the rounds),
         `megatron_order_us` and `ledger_order_us` for the order alone (mean: the ledger's is laid out thousands of
-        samples at a time); `order_share` is the difference of the latter in a whole sample.
+        samples at a time); `order_share` is their difference over
+        `megatron_us_per_sample`.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from torch import distributed

@@ -288,7 +288,7 @@ def choose(spec: RunSpec, root: Path = RUNS) -> RunDir:
     return run
 
 
-def check_run_name(name: str) -> None:
+def check_run_name(name: str, do: str = "--name my-run") -> None:
     """Check that a run of this name can be started by every executor: it names a folder, a job and a container.
 
     Raises:
@@ -299,7 +299,7 @@ def check_run_name(name: str) -> None:
             f"{name!r} cannot name a run",
             expected="1 to 60 of A-Z a-z 0-9 . _ -, a letter or digit first",
             found=repr(name),
-            do="--name my-run",
+            do=do,
         )
 
 

@@ -169,6 +169,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows of `count_run`."""
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
     if not rows:
@@ -182,4 +183,6 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             "all" if value is None else f"{value:,}" if isinstance(value, int) else value for value in row.values()
         )
         table.add_row(*cells, end_section=row["attempt"] is None)
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.width = max(console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum)
+    console.print(table)  # a narrow terminal wraps lines, and cuts no number

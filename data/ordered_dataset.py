@@ -20,7 +20,7 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Sample i of the run, for any i: which corpus, which of its windows.
 
     Data workers and ranks need nothing of each other: a sample is a function of the ledger and of its number. The rows
-    of some steps are computed together and kept until a step behind them is asked for, or the replay share changes.
+    of some steps are computed together and kept until a step outside them is asked for, or the replay share changes.
 
     Args:
         ledger: what was read, and the stages.
@@ -52,7 +52,7 @@ class OrderedDataset(torch.utils.data.Dataset[dict[str, Any]]):
         self._changes = torch.zeros(most_changes, 3, dtype=torch.float64).share_memory_()
         self._num_changes = torch.zeros(1, dtype=torch.int64).share_memory_()
         self._changes_made = 0  # by this process
-        # corpus -> the windows of its first pass (None: it is over), and those of the later ones
+        # corpus -> the windows of its first pass (None: nothing of it is left to read), and those of the later ones
         self._passes: dict[int, tuple[Any, GPTDataset]] = {
             number: (self._laid_out.get(number) if ledger.corpora[number].laid_out_size else one, one)
             for number, one in self._windows.items()

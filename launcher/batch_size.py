@@ -46,8 +46,12 @@ def installed_path(gpu_names: Sequence[str]) -> memory.Path:
     """The fastest code that is installed on this machine for its GPUs; QuACK's products are for Hopper only."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "sdpa"
-    hopper = all(re.search(r"\bG?H(100|200|800|20)\b", name) for name in gpu_names)
-    return "quack" if hopper and importlib.util.find_spec("quack") is not None else "fast"
+    return "quack" if are_hopper(gpu_names) and importlib.util.find_spec("quack") is not None else "fast"
+
+
+def are_hopper(gpu_names: Sequence[str]) -> bool:
+    """Whether all of these GPUs are of NVIDIA's Hopper generation, as the driver or the table of cards names them."""
+    return all(re.search(r"\bG?H(100|200|800|20)\b", name) for name in gpu_names)
 
 
 def fit(resolved: Resolved, folder: RunDir, gpus: Gpus | None, *, trains_elsewhere: bool = False) -> Resolved:

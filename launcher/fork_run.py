@@ -43,14 +43,13 @@ def fork(name: str, checkpoint: str, new_name: str, overrides: Sequence[str] = (
         the command that continues it; from a plateau of the learning rate, with a decay to the end of the run.
 
     Raises:
-        UserError: there is no such run or complete checkpoint, or the new name cannot be used.
+        UserError: there is no such run or complete checkpoint, the new name or an override cannot be used, or no step
+            is left to train.
     """
     run = find_run(name, root)
-    check_run_name(new_name)
-    source = find_step(run, checkpoint)
-    new = make_fork(run, source, new_name)
-    words = decay_words(new, checkpoint_step(source))
-    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words, *overrides)
+    words = choose_words(run, checkpoint, new_name, overrides)
+    new = make_fork(run, find_step(run, checkpoint), new_name)
+    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words)
 
 
 @contextlib.contextmanager
@@ -62,9 +61,31 @@ def started_fork(
     Raises:
         UserError: as `fork`.
     """
-    check_run_name(new_name)
-    with forked(find_run(name, root), checkpoint, new_name) as new:
-        yield new, [*decay_words(new, new.newest_step()), *overrides]
+    run = find_run(name, root)
+    words = choose_words(run, checkpoint, new_name, overrides)
+    with forked(run, checkpoint, new_name) as new:
+        yield new, words
+
+
+def choose_words(run: RunDir, checkpoint: str, new_name: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides that continue a checkpoint of `run` as the run `new_name`: a decay, and the user's own.
+
+    Raises:
+        UserError: as `fork`, before anything is written.
+    """
+    check_run_name(new_name, "a name such as my-run")
+    step = checkpoint_step(find_step(run, checkpoint))
+    words = [*decay_words(run, step), *overrides]
+    spec = run.spec()
+    plan = resolve(dataclasses.replace(spec, overrides=(*spec.overrides, *words))).plan
+    if step >= plan.max_steps:
+        raise UserError(
+            f"no step is left to train after step-{step}",
+            expected=f"more than {step} steps",
+            found=f"max_steps={plan.max_steps}",
+            do=launch_command("fork", run.name, str(step), new_name, f"max_steps={2 * step}"),
+        )
+    return words
 
 
 def decay_words(run: RunDir, step: int) -> list[str]:

@@ -92,7 +92,7 @@ def soup(name: str, last: int | None, shape: str, keep: str | None, root: Path =
     checkpoints = choose_checkpoints(run, last)
     weights = tuple(merge_weights([checkpoint_step(one) for one in checkpoints], shape))
     if keep is not None:
-        check_run_name(keep)
+        check_run_name(keep, "--keep my-run")
         check_unused(RunDir(keep, run.path.parent), f"{run.name}-soup")
     check_same_shapes(checkpoints)
     with _locked(run), _scratch(run) as building:

@@ -206,9 +206,9 @@ def measure(folder: RunDir, started: float, ended: float) -> Calibration:
     longer_at_first += max(0.0, validations[0] - validation)
     beside_save = [row["step_seconds"] for row in steps if row["step"] in (SAVE_AT, SAVE_AT + 1)]
     last = max(row["time"] for row in rows)
-    # the second save waits for the first where 10 steps are faster than its files: not so in the run that is planned
+    # where 10 steps are faster than writing a checkpoint, the second save waits for the first; a run saves less often
     first_saved = _newest_file(folder.checkpoints / f"step-{SAVE_AT}")
-    waited = max(0.0, first_saved - last)
+    waited = min(max(0.0, first_saved - last), ended - last)  # the file system's clock may be another
     return Calibration(
         step_seconds=step,
         spread=(seconds[-1 - len(seconds) // 10] - seconds[len(seconds) // 10]) / statistics.median_high(seconds),

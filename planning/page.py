@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from common.quantities import GIB, format_duration
-from launcher.preflight.check import checkpoint_disk_bytes
+from launcher.preflight.check import checkpoint_disk_bytes, most_checkpoints
 from planning.plan import RunPlan
 from recipes import memory
 from recipes.curve import sketch
@@ -115,8 +115,11 @@ def _memory(found: RunPlan) -> Iterator[str]:
 def _disk(found: RunPlan) -> Iterator[str]:
     plan = found.plan
     need, free = checkpoint_disk_bytes(plan), found.free_disk
-    kept = f"the newest {plan.keep_checkpoints}" + (f" and the best of {plan.keep_best}" if plan.keep_best else "")
-    one = f"{_size(plan.checkpoint_bytes)} each, {kept} are kept and one is being written"
+    most = most_checkpoints(plan)
+    kept = f"the newest {plan.keep_checkpoints}" + (f", the best of {plan.keep_best}" if plan.keep_best else "")
+    one = f"{_size(plan.checkpoint_bytes)} each, at most {most} at once"
+    if most > plan.keep_checkpoints + bool(plan.keep_best):
+        one += f": {kept} and one that is being written"
     room = "" if need <= free else ": NOT enough"
     yield from name_and_text("disk", f"{_size(need)} for checkpoints ({one}); {_size(free)} are free here{room}")
 

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -176,12 +177,20 @@ def train_one(design: Design, folder: PilotFolder, one: Training, slot: str | No
         raise ProjectError(
             f"a training of the pilot failed: {one.name}",
             expected="exit code 0 and a validation at its end",
-            found=f"exit code {code}; {folder.log(one)} has the reason",
-            do=f"solve it (`{launch_command('diagnose', str(run.path))}`), and start the pilot again: what has finished"
-            " is kept",
+            found=f"exit code {code}; {folder.log(one)} says:\n{last_error(folder.log(one))}",
+            do="solve it"
+            + (f" (`{launch_command('diagnose', str(run.path))}`)" if run.attempts else "")
+            + ", and start the pilot again: what has finished is kept",
         )
     shutil.rmtree(run.checkpoints, ignore_errors=True)
     return found
+
+
+def last_error(log: Path) -> str:
+    """The first error of a launcher's log and what follows it, at most 12 lines; without one, the log's last lines."""
+    lines = log.read_text(errors="replace").splitlines()
+    first = next((number for number, line in enumerate(lines) if re.match(r"\S+ \S+ ERROR ", line)), len(lines) - 4)
+    return "\n".join(lines[max(0, first) :][:12])
 
 
 def train_command(spec: RunSpec) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import UserError
@@ -18,6 +18,7 @@ LEAST_STEPS = 10  # of the shorter trainings: fewer hold hardly a warm-up and a 
 LENGTHS = (1, 2)  # of the trainings of one point, in units of the shorter: what a longer one adds is continued
 RATES, RATES_WITHOUT_REPLAY = (0.33, 1.0, 3.0), (0.2, 0.5, 1.5, 4.0)
 MOST_REPLAY = 0.9
+MOST_CONTINUED = 10  # run / longest training: further on no numbers were compared (docs/measurements/pilot.md)
 _STEPS = ("warmup_steps", "decay_end", "fork_step", "decay_steps", "cooldown_steps")
 _RATES = ("min_lr", "constant_lr", "start_lr", "schedule_max_lr")
 _PATHS = {name: f"optim.lr_scheduler.{leaf}" for name, leaf in SCHEDULE.items()}
@@ -43,6 +44,8 @@ class Design:
         share: replay share of that run; None where it is not varied.
         trainings: in the order in which they are made.
         left_out: what a larger budget would try too.
+        numbers_from: the least budget, in percent, whose longest training is long enough for numbers; None: there is
+            none.
     """
 
     resolved: Resolved
@@ -50,10 +53,16 @@ class Design:
     share: float | None
     trainings: tuple[Training, ...]
     left_out: str = ""
+    numbers_from: int | None = None
 
     @property
     def plan(self) -> Plan:
         return self.resolved.plan
+
+    @property
+    def gives_numbers(self) -> bool:
+        """Whether the changes after the whole run are continued no further than was compared with runs."""
+        return self.plan.max_steps <= MOST_CONTINUED * self.steps
 
     @property
     def budget(self) -> float:
@@ -101,15 +110,14 @@ def make_design(request: PilotRequest) -> Design:
             do="--rates 0.33,1,3",
         )
     sizes = list(_sizes(request, factors, _shares(request, share)))
-    fitting = [one for one in sizes if _shorter_steps(request, plan, one.points) >= LEAST_STEPS]
-    if not fitting:
+    size = _largest(sizes, request.budget_share, plan)
+    if size is None:
         raise _too_small(request, plan, sizes[-1].points)
-    size = fitting[0]
-    unit = _shorter_steps(request, plan, size.points)
+    unit = _shorter_steps(request.budget_share, plan, size.points)
     points = [(float(f"{plan.max_lr * f:.3g}"), one) for f, one in itertools.product(size.factors, size.shares)]
     trainings = tuple(_training(rate, one, length * unit) for length in LENGTHS for rate, one in points)
     varied = share if size.shares != (None,) else None
-    return Design(resolved, LENGTHS[-1] * unit, varied, trainings, size.left_out)
+    return Design(resolved, LENGTHS[-1] * unit, varied, trainings, size.left_out, _numbers_from(sizes, plan))
 
 
 @dataclass(frozen=True)
@@ -137,9 +145,25 @@ def _sizes(request: PilotRequest, factors: tuple[float, ...], shares: tuple[floa
         yield _Size(RATES, shares, "a fourth learning rate")
 
 
-def _shorter_steps(request: PilotRequest, plan: Plan, points: int) -> int:
+def _shorter_steps(budget_share: float, plan: Plan, points: int) -> int:
     """Steps of each of the shorter trainings, in the budget."""
-    return int(request.budget_share * plan.max_steps / (points * sum(LENGTHS)) + 1e-9)
+    return int(budget_share * plan.max_steps / (points * sum(LENGTHS)) + 1e-9)
+
+
+def _largest(sizes: Sequence[_Size], budget_share: float, plan: Plan) -> _Size | None:
+    """The largest design that a budget holds; None if it holds none."""
+    return next((one for one in sizes if _shorter_steps(budget_share, plan, one.points) >= LEAST_STEPS), None)
+
+
+def _numbers_from(sizes: Sequence[_Size], plan: Plan) -> int | None:
+    """The least budget in percent whose design gives numbers; a larger budget may choose a design of more points."""
+    for percent in range(1, 101):
+        size = _largest(sizes, percent / 100, plan)
+        if size is not None:
+            longest = LENGTHS[-1] * _shorter_steps(percent / 100, plan, size.points)
+            if plan.max_steps <= MOST_CONTINUED * longest:
+                return percent
+    return None
 
 
 def _too_small(request: PilotRequest, plan: Plan, points: int) -> UserError:

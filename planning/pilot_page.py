@@ -13,7 +13,7 @@ import numpy
 from common.commands import launch_command
 from planning.page import name_and_text
 from planning.pilot import PilotFolder, choose_objective, keep_pilot, open_folder, train_all
-from planning.pilot_design import Design, make_design, rate_overrides
+from planning.pilot_design import MOST_CONTINUED, Design, make_design, rate_overrides
 from planning.pilot_fit import Objective, Recommendation, Result, Surface, continue_results, fit_surface, recommend
 from planning.pilot_request import PilotRequest
 from recipes.overrides import parse
@@ -21,7 +21,7 @@ from recipes.overrides import parse
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MOST_CONTINUED = 10  # run / longest training: docs/measurements/pilot.md
+NO_NUMBERS = "continued further than was ever compared with a run: read the order of the points, not their numbers"
 COLOURS = ("#3b82c4", "#d9811f", "#8b6cc9", "#1fa2a6", "#c9609f")
 
 
@@ -46,7 +46,8 @@ def run_pilot(request: PilotRequest) -> None:
     command = follow_command(request, design, found)
     row = keep_pilot(design, folder, results, objective, found, command)
     finite = [one for one in continued if all(map(math.isfinite, one.changes.values()))]
-    draw_pilot(finite, fit_surface(finite, plan.max_lr, design.share), found, folder)
+    note = "" if design.gives_numbers else NO_NUMBERS
+    draw_pilot(finite, fit_surface(finite, plan.max_lr, design.share), found, folder, note)
     if request.json:
         print(json.dumps(row, indent=1))
         return
@@ -110,12 +111,12 @@ def format_recommendation(design: Design, objective: Objective, found: Recommend
 
 def _describe_expected(design: Design, found: Recommendation) -> str:
     """The changes after the run, unless they would be continued further than was ever compared with a run."""
-    times = design.plan.max_steps / design.steps
-    if times > MOST_CONTINUED:
-        enough = design.budget * times / MOST_CONTINUED
+    if not design.gives_numbers:
+        enough = design.numbers_from
         return (
-            f"no numbers: the run is {times:.0f} times as long as the longest training, and how far off they are was"
-            f" measured up to {MOST_CONTINUED} times (about --budget {100 * enough:.0f}%)"
+            f"no numbers: the run is {design.plan.max_steps / design.steps:.1f} times as long as the longest training,"
+            f" and how far off they are was measured up to {MOST_CONTINUED} times"
+            + (" (no budget is enough for so many points)" if enough is None else f" (--budget {enough}%)")
         )
     low, high = found.gain_range
     changes = "; ".join(
@@ -147,8 +148,10 @@ def _signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "\u2212")
 
 
-def draw_pilot(results: list[Result], surface: Surface, found: Recommendation, folder: PilotFolder) -> None:
-    """Draw the change of each domain over the learning rate: points measured, curves fitted, the recommendation."""
+def draw_pilot(
+    results: list[Result], surface: Surface, found: Recommendation, folder: PilotFolder, note: str = ""
+) -> None:
+    """Draw the change of each domain over the learning rate: points continued, curves fitted, the recommendation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -157,6 +160,7 @@ def draw_pilot(results: list[Result], surface: Surface, found: Recommendation, f
     panels = FigureCanvasAgg(figure).figure.subplots(1, len(names), squeeze=False).ravel()
     for axes, name in zip(panels, names, strict=True):
         _draw_domain(axes, name, results, surface, found)
+    figure.suptitle(note, fontsize="small")
     panels[-1].legend(fontsize="small", frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(folder.picture, format="png")
 

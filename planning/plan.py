@@ -17,6 +17,7 @@ from launcher.executors.on_cluster import check_size
 from launcher.load_cluster import load_cluster
 from launcher.preflight import check as preflight
 from launcher.preflight.findings import Finding
+from launcher.preflight.ranks import check_fp8
 from launcher.preflight.room import RankGpu, advise_room
 from planning.calibrate import Calibration, calibrate, read_calibration
 from planning.cost import Cost, estimate_cost, implementation_of
@@ -137,7 +138,10 @@ def make_plan(request: PlanRequest) -> RunPlan:
         room_advice=advise_room(fitted.plan, gpu) if gpu else "",
         free_disk=shutil.disk_usage(parent).free,
         cost=estimate_cost(fitted, hardware, calibration, validation_tokens),
-        problems=tuple(preflight.find(fitted.plan, RunDir("plan", parent), machine=False, data=False, gpu=gpu)),
+        problems=(
+            *preflight.find(fitted.plan, RunDir("plan", parent), machine=False, data=False, gpu=gpu),
+            *_fp8_problems(fitted.plan, hardware, request),
+        ),
         warnings=tuple(advise(_facts(fitted, domains))),
         schedule_warnings=tuple(fitted.plan.learning_rate().warnings(fitted.plan.max_steps)),
     )
@@ -163,6 +167,15 @@ def _rank_gpu(resolved: Resolved, hardware: Hardware) -> RankGpu | None:
     if hardware.card is None:
         return None
     return RankGpu(hardware.card.memory_gib, implementation_of(resolved, hardware))
+
+
+def _fp8_problems(plan: Plan, hardware: Hardware, request: PlanRequest) -> list[Finding]:
+    """Why FP8 cannot be used on this machine's GPU, or on the one that --gpu names (as if all it needs were there)."""
+    if hardware.is_here:
+        return list(check_fp8(plan, hardware.path if hardware.card else None))
+    if request.gpu is None or hardware.card is None:
+        return []
+    return list(check_fp8(plan, "quack" if batch_size.are_hopper([hardware.card.name]) else "fast"))
 
 
 def _calibration(resolved: Resolved, fitted: Resolved, hardware: Hardware, request: PlanRequest) -> Calibration | None:

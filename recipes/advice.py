@@ -14,6 +14,7 @@ SMALL_CORPUS = 100_000_000  # tokens; judgement: the study had 4M
 OVERTRAINED_RATIO = 2000  # tokens per parameter; judgement: a hundred times the 20 that are compute-optimal
 # tokens that a released model was pretrained on, by the last part of its name
 PRETRAINED_TOKENS = {"qwen2.5-0.5b": (18e12, "Qwen2.5 technical report, arXiv 2412.15115")}
+PRETRAINED_NAMES = {494_032_768: "qwen2.5-0.5b"}  # by the number of parameters
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,19 @@ def _epochs(facts: Facts) -> Iterator[Advice]:
 
 
 def _overtrained(facts: Facts) -> Iterator[Advice]:
-    name = (facts.base or "").rstrip("/").rpartition("/")[2].lower()
-    if facts.num_parameters is None or name not in PRETRAINED_TOKENS:
+    if facts.base is None or facts.num_parameters is None:
+        return
+    name, known = facts.base.rstrip("/").rpartition("/")[2].lower(), "the base was"
+    if name not in PRETRAINED_TOKENS:  # a local copy may have any name
+        name = PRETRAINED_NAMES.get(facts.num_parameters, "")
+        known = f"the base has the size of {name}, which was"
+    if name not in PRETRAINED_TOKENS:
         return
     tokens, source = PRETRAINED_TOKENS[name]
     ratio = tokens / facts.num_parameters
     if ratio > OVERTRAINED_RATIO:
         yield Advice(
-            f"the base was pretrained on {tokens / 1e12:g}T tokens, {ratio:,.0f} per parameter: models trained for so"
+            f"{known} pretrained on {tokens / 1e12:g}T tokens, {ratio:,.0f} per parameter: models trained for so"
             " long gain less from further tokens and lose more of what they know, so keep the learning rate low and"
             " watch old text",
             f"{OVERTRAINED}; {source}",

@@ -3,7 +3,7 @@
 bytes = parameters x (2 weights + 4 gradients + 12 optimizer / data parallel): bf16, fp32 main gradients, Adam
       + tokens in flight x layers x 2 x (6 hidden + 2 kv + FFN x ffn) / tensor parallel: kept for the backward pass
       + tokens of a micro batch x vocabulary x LOGIT / tensor parallel: output layer and loss
-      + VALIDATION_TOKENS x vocabulary x 2: the same in a validation, where a CUDA graph keeps its own memory
+      + VALIDATION_TOKENS x vocabulary x 2: the logits of a validation, which cannot use the memory of a CUDA graph
 The constants are fitted to measured peaks (docs/measurements/gpu-memory.md); `python -m bench.memory` repeats this.
 Pure Python: used before NeMo is imported.
 """
@@ -36,7 +36,7 @@ PROFILES = {"conservative": 0.48, "balanced": 0.65, "aggressive": 0.90}  # share
 TOKENS_PER_STEP = {"conservative": 131_072, "balanced": 262_144, "aggressive": 524_288}
 LARGEST_MICRO_BATCH = 32  # samples; larger ones were never measured
 ESTIMATE_ERROR = 0.05  # the measured peaks are within this share of the estimate (docs/measurements/gpu-memory.md)
-DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for validation and for the estimate's error
+DEFAULT_SHARE = 0.85  # of a GPU's memory without a profile: leaves room for the estimate's error
 ADVISED_BYTES = 20e9  # free memory of a GPU for Qwen2.5-0.5B, activations included
 ASSUMED_GPU_GIB = 80.0  # where no GPU can be asked
 

@@ -193,7 +193,7 @@ def _check_disk(plan: Plan, run: RunDir) -> Iterator[Finding]:
     if need > free:
         yield error(
             "not enough disk for the checkpoints",
-            expected=f"{format_bytes(need)} ({most} at once: those that are kept and one that is being written)",
+            expected=f"{format_bytes(need)} for at most {most} checkpoint(s) at once",
             found=f"{format_bytes(free)} free under {parent}",
             do="free some space, or log.ckpt.keep_last=1",
         )

@@ -55,6 +55,21 @@ def test_what_cannot_be_forked(run: RunDir) -> None:
         pass
 
 
+def test_what_cannot_be_continued_makes_no_run(run: RunDir) -> None:
+    """Overrides are read before anything is written; a finished run has to be given more steps."""
+    root = run.path.parent
+    with pytest.raises(UserError, match="foo.bar"):
+        fork("r", "20", "other", ("foo.bar=1",), root=root)
+    with pytest.raises(UserError, match="cannot name a run") as error:
+        fork("r", "20", "an other", root=root)
+    assert error.value.do == "a name such as my-run"
+    with pytest.raises(UserError, match="no step is left to train after step-20") as error:
+        fork("r", "20", "other", ("max_steps=20",), root=root)
+    assert error.value.do.endswith("launch.py fork r 20 other max_steps=40")
+    assert [path.name for path in root.iterdir()] == ["r"]
+    assert fork("r", "20", "other", ("max_steps=21",), root=root).endswith("other max_steps=21")
+
+
 def test_a_fork_says_where_it_comes_from_and_how_it_goes_on(run: RunDir) -> None:
     """A fork of a fork names both; from a plateau the command lets the learning rate decay."""
     root = run.path.parent

@@ -104,13 +104,23 @@ def test_the_smallest_budget_that_works_is_said_and_works() -> None:
         make_design(PilotRequest(recipe="qwen25_tiny", budget="60%", shares="0.1,0.2"))
 
 
+@pytest.mark.parametrize("recipe", ["qwen25_tiny", "qwen25_500m_single", "qwen25_500m_cpt"])
+def test_the_least_budget_that_gives_numbers_is_said_and_does(recipe: str) -> None:
+    """A larger budget may choose a design of more points, so that its trainings are shorter."""
+    least = make_design(PilotRequest(recipe=recipe, budget="50%")).numbers_from
+    assert least is not None and make_design(PilotRequest(recipe=recipe, budget=f"{least}%")).gives_numbers
+    assert not make_design(PilotRequest(recipe=recipe, budget=f"{least - 1}%")).gives_numbers
+    many = PilotRequest(recipe="qwen25_500m_cpt", budget="50%", rates="0.25,0.5,1,2", shares="0.05,0.3")
+    assert make_design(many).numbers_from is None
+
+
 @pytest.mark.parametrize(("budget", "states"), [("60%", False), ("100%", True)])
 def test_numbers_are_not_continued_further_than_was_measured(budget: str, states: bool) -> None:
     """1,000 steps are 15 times the longest training of the one pilot and 9 times that of the other."""
     objective = Objective(("code",), ("prose",), None)
     design, found = make_design(_request(budget=budget)), recommend(_results(), 1e-3, 0.25, objective)
     text = " ".join(" ".join(format_recommendation(design, objective, found)).split())
-    assert ("no numbers: the run is 15 times as long" in text) != states
+    assert ("no numbers: the run is 15.2 times as long" in text) != states
     assert ("nats per token; better by" in text) == states
 
 
@@ -170,6 +180,9 @@ class Trainer:
         run = RunDir(command[command.index("--name") + 1], Path(command[command.index("--runs") + 1]))
         run.checkpoints.mkdir(parents=True)
         if len(self.commands) == self.fails_at:
+            options["stderr"].write(
+                "01-02 00:00:00 INFO    env A=1\n01-02 00:00:01 ERROR   no GPU\n  do this: buy one\n"
+            )
             return subprocess.CompletedProcess(command, 1)
         steps = int(words["trainer.max_steps"])
         after = _changes(float(words["optim.config.lr"]), float(words["data.replay_share"]))
@@ -191,8 +204,10 @@ def test_a_pilot_is_kept_continued_and_used(
     monkeypatch.chdir(tmp_path)
     broken, whole = Trainer(fails_at=3), Trainer()
     monkeypatch.setattr(subprocess, "run", broken)
-    with pytest.raises(ProjectError, match="training of the pilot failed"):
+    with pytest.raises(ProjectError, match="training of the pilot failed") as error:
         run_pilot(_request())
+    assert error.value.found.endswith("says:\n01-02 00:00:01 ERROR   no GPU\n  do this: buy one")
+    assert "diagnose" not in error.value.do  # the launcher refused it: there is no run to look at
     monkeypatch.setattr(subprocess, "run", whole)
     run_pilot(_request(max_forgetting=0.05))
     assert len(whole.commands) == 10 and not [one for one in whole.commands if one in broken.commands[:2]]

@@ -102,6 +102,30 @@ def test_a_run_that_cannot_fit_is_refused_with_the_micro_batch_that_does(capsys:
     assert "not estimated" in format_plan(found)  # nothing is known of the speed of such a GPU
 
 
+@pytest.mark.parametrize(
+    ("gpu", "words", "refused"),
+    [
+        ("A100", ["speed.fp8=True"], True),
+        ("H100", ["speed.fp8=True"], False),
+        ("H100", ["speed.fp8=True", "trainer.strategy.tensor_model_parallel_size=2", "trainer.devices=2"], True),
+        (None, ["speed.fp8=True"], False),  # on a GPU that is not known
+    ],
+)
+def test_fp8_is_refused_where_it_cannot_be_used(gpu: str | None, words: list[str], refused: bool) -> None:
+    found = _plan("qwen25_500m", *words, gpu=gpu)
+    assert ["speed.fp8 cannot be used" in str(one.problem) for one in found.problems] == [True] * refused
+
+
+@pytest.mark.parametrize("file", ["no/such/folder/lr.png", "lr.foo", "folder.png"])
+def test_a_picture_that_cannot_be_written_is_refused(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder.png").mkdir()
+    with pytest.raises(UserError, match="--picture cannot be written"):
+        show_plan(PlanRequest(recipe="qwen25_tiny", picture=Path(file)))
+
+
 def test_time_is_scaled_from_the_docs_and_says_how() -> None:
     h100, a100 = _plan("qwen25_500m", gpu="H100").cost, _plan("qwen25_500m", gpu="A100").cost
     assert h100.tokens_per_second == 132387 and h100.source.startswith(

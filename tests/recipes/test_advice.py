@@ -24,6 +24,10 @@ def test_each_has_a_source() -> None:
         ({"epochs": {"a": 4.1, "b": 1.0}}, "a is read 4.1 times"),
         ({"base": "Qwen/Qwen2.5-0.5B", "num_parameters": 494_032_768}, "36,435 per parameter"),
         ({"base": "/models/Qwen2.5-0.5B/", "num_parameters": 494_032_768}, "36,435 per parameter"),
+        (
+            {"base": "/models/base", "num_parameters": 494_032_768},
+            "has the size of qwen2.5-0.5b, which was pretrained on",
+        ),
         ({"replay_share": 0.0, "new_tokens": 4e6}, "the new text has only 4,000,000 tokens"),
         ({"tried_lr": (2e-5, "runs/pilot")}, "the peak learning rate 0.0001 is above all"),
     ]

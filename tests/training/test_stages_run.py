@@ -228,6 +228,10 @@ def test_a_merge_is_validated_on_the_same_samples(folder: Path) -> None:
     item = next(item for item in make_passport(kept.path).items if item.name == "origin")
     assert item.state == "pass" and "steps 6 (0.500), 8 (0.500)" in item.found
     assert call_in_fork(_launch, "resume", "soup", "max_steps=9", cwd=folder) == UserError.exit_code
+    assert (
+        call_in_fork(_launch, "convert", "export", str(kept.path), "models/soup", cwd=folder) == 0
+    )  # it compares logits
+    assert (folder / "models/soup/model.safetensors").is_file()
 
 
 BUDGET = ("forgetting_budget={'prose': 0.02}", "trainer.val_check_interval=3", "data.num_workers=1")

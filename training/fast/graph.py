@@ -196,7 +196,7 @@ class PieceRecorder:
         if overlaps_gathers(self._ddp):
             self._reads = self._first_read_of(model.embedding)
             parts = [*model.decoder.layers, model.decoder.final_layernorm]
-            # the output layer is not always called as a module; its weight is waited for with the last norm's
+            # the output layer is not always called as a module, so its weights are waited for before the last norm
             owners = [*model.decoder.layers, model]
             for part, owner in zip(parts, owners, strict=True):
                 hooks.append(part.register_forward_pre_hook(lambda *_, owner=owner: self._cut_before(owner)))
@@ -274,7 +274,7 @@ class CapturedMicroBatch:
 
 
 def _find_ddp(model: Any) -> Any:
-    """Megatron's `DistributedDataParallel` inside the wrappers of a model."""
+    """What answers for Megatron's `DistributedDataParallel`: itself, or NeMo's wrapper, which passes attributes on."""
     return get_attr_wrapped_model(model, "grad_accs", return_model_obj=True)
 
 
