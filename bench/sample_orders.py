@@ -51,14 +51,23 @@ def time_reading(dataset: Any, first: int, samples: int) -> float:
     return (time.process_time() - start) / samples * 1e6
 
 
+def time_rounds(megatron: Any, ledger: Any, rounds: int, samples: int) -> list[tuple[float, float]]:
+    """Microseconds per sample of both in each round; which of them is read first changes from round to round."""
+    found = []
+    for number in range(rounds):
+        first, second = (megatron, ledger) if number % 2 else (ledger, megatron)
+        times = [time_reading(dataset, number * samples, samples) for dataset in (first, second)]
+        found.append((times[0], times[1]) if number % 2 else (times[1], times[0]))
+    return found
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Read the same number of samples of both orders in each round; the ratio is that of each round.
 
     Returns:
         microseconds per sample: `megatron_us_per_sample` and `ledger_us_per_sample` whole (median of the rounds),
         `megatron_order_us` and `ledger_order_us` for the order alone (mean: the ledger's is laid out thousands of
-        samples at a time); `order_share` is their difference over
-        `megatron_us_per_sample`.
+        samples at a time); `order_share` is their difference over `megatron_us_per_sample`.
     """
     from megatron.core.datasets.gpt_dataset import GPTDataset
     from torch import distributed
@@ -67,22 +76,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         megatron, ledger = (build_dataset(args.corpora, cache, order, args) for order in ("megatron", "ledger"))
         samples = args.steps * args.global_batch_size
-
-        def time_rounds() -> list[tuple[float, float]]:
-            """Which of the two is read first changes from round to round."""
-            found = []
-            for number in range(args.rounds):
-                one = time_reading(megatron, number * samples, samples) if number % 2 else None
-                ledger_us = time_reading(ledger, number * samples, samples)
-                found.append((one or time_reading(megatron, number * samples, samples), ledger_us))
-            return found
-
         for dataset in (megatron, ledger):  # fill the page cache
             time_reading(dataset, 0, args.rounds * samples)
-        times = time_rounds()
+        times = time_rounds(megatron, ledger, args.rounds, samples)
         sample = megatron[0]
         with mock.patch.object(GPTDataset, "__getitem__", lambda self, index: sample):
-            order = [statistics.mean(column) for column in zip(*time_rounds(), strict=True)]
+            alone = time_rounds(megatron, ledger, args.rounds, samples)
+    order = [statistics.mean(column) for column in zip(*alone, strict=True)]
     ratios = [ledger_us / megatron_us for megatron_us, ledger_us in times]
     whole = [statistics.median(column) for column in zip(*times, strict=True)]
     return {

@@ -63,6 +63,11 @@ class RunDir:
         self.tensorboard = self.path / "tb"
         self.checkpoints = self.path / "checkpoints"
 
+    @property
+    def as_argument(self) -> str:
+        """The run as commands take it: NAME, or its path where it is not in runs/."""
+        return self.name if self.path.parent == RUNS else str(self.path)
+
     @classmethod
     def at(cls, path: str | Path) -> RunDir:
         """The run directory at `path`, which need not exist yet."""

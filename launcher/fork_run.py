@@ -49,7 +49,7 @@ def fork(name: str, checkpoint: str, new_name: str, overrides: Sequence[str] = (
     run = find_run(name, root)
     words = choose_words(run, checkpoint, new_name, overrides)
     new = make_fork(run, find_step(run, checkpoint), new_name)
-    return launch_command("resume", new.name if new.path.parent == RUNS else str(new.path), *words)
+    return launch_command("resume", new.as_argument, *words)
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ def choose_words(run: RunDir, checkpoint: str, new_name: str, overrides: Sequenc
             f"no step is left to train after step-{step}",
             expected=f"more than {step} steps",
             found=f"max_steps={plan.max_steps}",
-            do=launch_command("fork", run.name, str(step), new_name, f"max_steps={2 * step}"),
+            do=launch_command("fork", run.as_argument, str(step), new_name, f"max_steps={2 * step}"),
         )
     return words
 

@@ -13,7 +13,7 @@ from typing import Any
 from common.checkpoint_files import find_damage, has_list, total_bytes
 from common.commands import launch_command
 from common.errors import UserError
-from common.rundir import RUNS, RunDir, checkpoint_step
+from common.rundir import RunDir, checkpoint_step
 from data.continue_ledger import OPTION
 from data.manifest import FILE_NAME, load_manifest
 from data.resolve_blend import resolve_run_blend
@@ -144,8 +144,7 @@ def describe_if_complete(run: RunDir, plan: Plan) -> str | None:
     step = checkpoint_step(newest)
     if step < plan.max_steps or find_damage(newest):
         return None
-    name = run.name if run.path.parent == RUNS else str(run.path)
-    longer = launch_command("resume", name, f"trainer.max_steps={2 * plan.max_steps}")
+    longer = launch_command("resume", run.as_argument, f"trainer.max_steps={2 * plan.max_steps}")
     return f"{run.path} is complete already: step {step} of {plan.max_steps}; to train it for longer: {longer}"
 
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from common.commands import launch_command, python_path
 from common.environment.merge import USER
 from common.loggers import TITLES, WANDB, install_command, is_installed, parse_loggers
-from common.rundir import RUNS, RunDir
+from common.rundir import RunDir
 
 END_S, AFTER_FAILURE_S = 60.0, 10.0  # that rank 0 waits for them after the training; after a failure others wait for it
 log = logging.getLogger("launch")
@@ -100,7 +100,7 @@ def _wait(run: RunDir, processes: list[subprocess.Popen[str]], limit_s: float) -
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            command = launch_command("send", run.name if run.path.parent == RUNS else str(run.path), name)
+            command = launch_command("send", run.as_argument, name)
             log.warning("%s: not done within %.0f s, and stopped; `%s` sends the rest", name, limit_s, command)
             continue
         if code not in (0, 1):

@@ -15,7 +15,7 @@ from common.commands import launch_command
 from common.errors import ProjectError, UserError, unknown_name
 from common.files import write_atomic
 from common.json_files import read_json_object
-from common.rundir import RUNS, RunDir, find_run
+from common.rundir import RunDir, find_run
 from data.resolve_blend import load_run_blend
 from planning.forecast_request import ForecastRequest
 from planning.known_run import KnownRun, can_teach, find_runs_like, read_known_run
@@ -146,7 +146,7 @@ def _other(other: RunDir, run: RunDir) -> RunDir:
 
 def _command(run: RunDir) -> str:
     """What to type to forecast a finished run from its first quarter."""
-    return launch_command("forecast", run.name if run.path.parent == RUNS else str(run.path), "--from", "0.25")
+    return launch_command("forecast", run.as_argument, "--from", "0.25")
 
 
 def _cut(known: KnownRun, request: ForecastRequest) -> int:

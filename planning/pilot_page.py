@@ -148,10 +148,11 @@ def _signed(value: float) -> str:
     return f"{value:+.3f}".replace("-", "\u2212")
 
 
-def draw_pilot(
-    results: list[Result], surface: Surface, found: Recommendation, folder: PilotFolder, note: str = ""
-) -> None:
-    """Draw the change of each domain over the learning rate: points continued, curves fitted, the recommendation."""
+def draw_pilot(results: list[Result], surface: Surface, found: Recommendation, folder: PilotFolder, note: str) -> None:
+    """Draw the change of each domain over the learning rate: points, fitted curves and the recommendation.
+
+    The note stands above the picture.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

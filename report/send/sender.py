@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from common.commands import launch_command
 from common.run_status import FAILED, read_status
-from common.rundir import RUNS, RunDir
+from common.rundir import RunDir
 from report.send.rows import read_configuration, read_new_points
 from report.send.service import Sent, Service
 
@@ -56,7 +56,7 @@ class Sender:
         self._next_try = 0.0
         if self._try(self._send_new) and self._try(self._finish):
             return True
-        command = launch_command("send", self.run.name if self.run.path.parent == RUNS else str(self.run.path))
+        command = launch_command("send", self.run.as_argument)
         self._say("WARNING", f"not everything is sent, and nothing is lost: `{command} {self.name}` sends the rest")
         return False
 

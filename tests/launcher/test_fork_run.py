@@ -65,7 +65,7 @@ def test_what_cannot_be_continued_makes_no_run(run: RunDir) -> None:
     assert error.value.do == "a name such as my-run"
     with pytest.raises(UserError, match="no step is left to train after step-20") as error:
         fork("r", "20", "other", ("max_steps=20",), root=root)
-    assert error.value.do.endswith("launch.py fork r 20 other max_steps=40")
+    assert error.value.do.endswith(f"launch.py fork {run.path} 20 other max_steps=40")
     assert [path.name for path in root.iterdir()] == ["r"]
     assert fork("r", "20", "other", ("max_steps=21",), root=root).endswith("other max_steps=21")
 
