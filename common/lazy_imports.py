@@ -44,8 +44,8 @@ class Lazy:
             estimated from one profile (docs/measurements/start-up.md). What two entries share is in both.
         passes_names_on: a package whose file only imports names. Its submodules are imported without it.
         found_in: name -> the module that defines it, for names that `from ... import *` brings into the package.
-        calls: name -> `module:function`, for functions that others import by name and never call in a run. The name is
-            a function that imports the module when it is called.
+        calls: name -> `module:function`, for functions and classes that others import by name and seldom or never call
+            in a run. The name is a function that imports the module when it is called.
         after: modules to import first, where the package's own imports are circular and its file has the order right.
     """
 
@@ -60,6 +60,11 @@ class Lazy:
 _QUANTIZATIONS = (  # what NeMo asks for when its quantization is imported
     *("INT8_DEFAULT_CFG", "INT8_SMOOTHQUANT_CFG", "FP8_DEFAULT_CFG", "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"),
     *("INT4_AWQ_CFG", "W4A8_AWQ_BETA_CFG", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", "NVFP4_DEFAULT_CFG"),
+)
+_OPTIMIZATIONS = (  # what NeMo's llm.api imports by name
+    *("DistillationGPTModel", "ExportConfig", "PruningConfig", "QuantizationConfig", "Quantizer"),
+    *("prune_gpt_model", "save_pruned_model", "setup_trainer_and_restore_model_with_modelopt_spec"),
+    "set_modelopt_spec_if_exists_in_ckpt",  # which a run that resumes calls
 )
 MODULES = {
     # NeMo's packages that import all of their modules
@@ -103,6 +108,11 @@ MODULES = {
     ),
     "modelopt.torch.quantization": Lazy(
         "as modelopt.torch", 1.7, True, dict.fromkeys(_QUANTIZATIONS, "modelopt.torch.quantization.config")
+    ),
+    "nemo.collections.llm.modelopt": Lazy(
+        "llm.api, for what quantizes, prunes and distills; imports pytorch_lightning and modelopt.torch.quantization",
+        1.5,
+        calls={name: f"nemo.collections.llm.modelopt:{name}" for name in _OPTIMIZATIONS},
     ),
     "modelopt.torch.export": Lazy("as modelopt.torch", 0.1),
     "modelopt.torch.prune": Lazy("as modelopt.torch", 0.05),

@@ -88,6 +88,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 @contextlib.contextmanager
 def emulate_cuda() -> Iterator[None]:
     """Answer Megatron's CUDA calls with the CPU inside this block."""
+    # NeMo's loss imports it in the first step; torch.jit.script, which it calls, reads the source of what is replaced
+    import nemo.collections.nlp.modules.common.megatron.utils  # noqa: F401
+
     missing = object()
     rows = _replacements()
     undo = [(owner, name, getattr(owner, name, missing)) for owner, name, _ in rows]
