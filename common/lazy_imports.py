@@ -66,6 +66,10 @@ _OPTIMIZATIONS = (  # what NeMo's llm.api imports by name
     *("prune_gpt_model", "save_pruned_model", "setup_trainer_and_restore_model_with_modelopt_spec"),
     "set_modelopt_spec_if_exists_in_ckpt",  # which a run that resumes calls
 )
+_PLOTS = (  # what the modules of torchmetrics import by name, of which most are types in annotations
+    *("_AX_TYPE", "_CMAP_TYPE", "_PLOT_OUT_TYPE"),
+    *("plot_confusion_matrix", "plot_curve", "plot_single_or_multi_val"),
+)
 MODULES = {
     # NeMo's packages that import all of their modules
     "nemo.collections.llm": Lazy("models, recipes, fine-tuning, T5 and BERT beside the one model trained", 13.2, True),
@@ -120,13 +124,32 @@ MODULES = {
     "torchmetrics.functional": Lazy("hundreds of metrics", 4.1, True, after=("torchmetrics.utilities",)),
     "torchmetrics.functional.text": Lazy("its BERT score imports transformers' models", 3.0, True),
     "torchmetrics.text": Lazy("as torchmetrics.functional.text", 0.01, True),
+    "torchmetrics.functional.image": Lazy("one of its functions imports torchvision", 0.2, True),
+    "torchmetrics.utilities.plot": Lazy(
+        "pictures of metrics; imports matplotlib",
+        0.6,
+        calls={name: f"torchmetrics.utilities.plot:{name}" for name in _PLOTS},
+    ),
     "scipy.signal": Lazy("torchmetrics asks for `hamming`", 1.5, calls={"hamming": "scipy.signal.windows:hamming"}),
     # what transformers, NeMo and NeMo-Run import for one function
     "sklearn": Lazy("as sklearn.metrics; imports pandas and scipy.stats", 1.2),
     "sklearn.metrics": Lazy("transformers' assisted generation", 1.4, calls={"roc_curve": "sklearn.metrics:roc_curve"}),
     "datasets": Lazy("NeMo's quantization; imports aiohttp", 1.4, calls={"load_dataset": "datasets:load_dataset"}),
     "pandas": Lazy("NeMo's speech and NeMo 1 tools", 1.0),
-    "networkx": Lazy("NeMo-Run's graph of an experiment's jobs", 0.2),
+    "networkx": Lazy(
+        "NeMo-Run's graph of an experiment's jobs; torch names the class in an annotation",
+        0.2,
+        calls={"DiGraph": "networkx:DiGraph"},
+    ),
+    "fabric": Lazy(
+        "NeMo-Run's way to other machines, by SSH",
+        0.1,
+        calls={name: f"fabric:{name}" for name in ("Connection", "Config")},
+    ),
+    "paramiko": Lazy("as fabric; imports cryptography", 0.1, True),
+    # what a GPU machine may have besides
+    "transformer_engine.jax": Lazy("Transformer Engine, where JAX is installed", 0.7),
+    "zarr": Lazy("Megatron's old checkpoint format; imports CuPy", 0.3, calls={"Array": "zarr:Array"}),
 }
 
 
@@ -309,11 +332,15 @@ def install() -> None:
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Imports make millions of objects that stay: looking through them for garbage takes a tenth of the time."""
+    """Do not look for garbage among the millions of objects that an import makes, neither now nor later.
+
+    They stay. The search in an import takes a tenth of its time, and each later search 0.2 to 0.6 s.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         if was_enabled:
             gc.enable()

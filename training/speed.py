@@ -5,6 +5,7 @@
 import contextlib
 import gc
 import logging
+import threading
 from typing import Any
 
 import lightning.pytorch as pl
@@ -83,6 +84,8 @@ class Speed(pl.Callback):
             wgrad.replace_apex()
         if self.sync_free_loss:
             model._training_loss_reduction = SyncFreeLossReduction()
+        if self.fused_qkv or self.fused_lm_head or self.device_step:
+            hash_triton()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Bind the fused functions to the built model."""
@@ -179,6 +182,21 @@ class Speed(pl.Callback):
         with contextlib.suppress(RuntimeError):  # the device itself may be what failed
             if self._delayed_log is not None and self._delayed_log.ready:
                 self._delayed_log.flush()
+
+
+def hash_triton() -> None:
+    """Have a thread hash Triton's own files while the model is built, where Triton is installed.
+
+    Triton does so before its first kernel and keeps the result. Its compiler alone is 0.4 GB.
+    """
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        try:  # before Triton 3.4
+            from triton.compiler.compiler import triton_key
+        except ImportError:
+            return
+    threading.Thread(target=triton_key, name="hash_triton", daemon=True).start()
 
 
 def _without_unwritten_numbers(trainer: pl.Trainer, original: Any) -> Any:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from common.errors import UserError
@@ -101,3 +106,21 @@ def test_settings_of_an_mpi_library_stay() -> None:
     environ = {"OMPI_MCA_plm_rsh_agent": "/bin/false", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     clear_rank_variables(environ)
     assert environ == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}
+
+
+def _environment_with_mpi4py() -> str:
+    """The environment in which Lightning looks for its ranks where mpi4py is installed and says that there are two."""
+    from lightning.fabric.plugins.environments import mpi
+    from lightning.pytorch import Trainer
+
+    mpi._MPI4PY_AVAILABLE = True
+    mpi4py: Any = types.ModuleType("mpi4py")
+    mpi4py.MPI = types.SimpleNamespace(COMM_WORLD=types.SimpleNamespace(Get_size=lambda: 2))
+    sys.modules["mpi4py"] = mpi4py
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    return type(trainer._accelerator_connector.cluster_environment).__name__
+
+
+@pytest.mark.nemo
+def test_mpi_is_not_asked_for_ranks(forked: Callable[..., Any]) -> None:
+    assert forked(_environment_with_mpi4py) == "LightningEnvironment"
