@@ -3,7 +3,6 @@
 # no `from __future__ import annotations`: NeMo-Run reads the constructor's types to parse overrides
 
 import contextlib
-import gc
 import logging
 import threading
 from typing import Any
@@ -49,8 +48,6 @@ class Speed(pl.Callback):
         device_step: clip gradients, run AdamW and check for NaN without a host sync (training/fast/optimizer.py).
         cuda_graph: capture a micro batch once and replay it (training/fast/graph.py). Needs `trainer.strategy.
             use_te_rng_tracker` with Transformer Engine, and pipeline parallel size 1.
-        gc_freeze: exclude the objects that exist before step 1 from Python's garbage collection. Walking all of them
-            takes 0.5 s in the middle of a step.
     """
 
     def __init__(
@@ -64,13 +61,12 @@ class Speed(pl.Callback):
         fused_embedding: bool = False,
         device_step: bool = False,
         cuda_graph: bool = False,
-        gc_freeze: bool = False,
         fp8: bool = False,
         fp8_lm_head: bool = False,
     ) -> None:
         self.sync_free_loss, self.sync_free_log = sync_free_loss, sync_free_log
         self.fused_lm_head, self.device_step = fused_lm_head, device_step
-        self.fused_qkv, self.cuda_graph, self.gc_freeze = fused_qkv, cuda_graph, gc_freeze
+        self.fused_qkv, self.cuda_graph = fused_qkv, cuda_graph
         self.fused_norm, self.fused_mlp, self.fused_embedding = fused_norm, fused_mlp, fused_embedding
         self.fp8, self.fp8_lm_head = fp8, fp8_lm_head
         self._device_step: DeviceStep | None = None
@@ -135,9 +131,6 @@ class Speed(pl.Callback):
         if self.sync_free_log:
             pl_module.log = _without_unwritten_numbers(trainer, pl_module.log)
             self._delayed_log = DelayedLog(trainer)
-        if self.gc_freeze:
-            gc.collect()
-            gc.freeze()
 
     def on_megatron_microbatches_start(self, step: Any) -> None:
         """Replace the schedule of this step: NeMo's last hook before it reads `MegatronStep.forward_backward_func`."""
@@ -174,8 +167,6 @@ class Speed(pl.Callback):
     def on_train_end(self, *_: Any) -> None:
         if self._delayed_log is not None:
             self._delayed_log.flush()
-        if self.gc_freeze:
-            gc.unfreeze()
         self._raise_if_skipped()
 
     def on_exception(self, *_: Any) -> None:

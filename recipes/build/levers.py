@@ -29,7 +29,6 @@ def levers(recipe: run.Partial) -> list[tuple[str, Any, str]]:
         ("speed.sync_free_log", True, "no wait for the GPU for numbers that are not written"),
         ("speed.fused_qkv", True, "query, key and value split and rotated in one pass"),
         ("speed.device_step", True, "clipping, AdamW and the NaN check without a wait for the GPU"),
-        ("speed.gc_freeze", True, "a garbage collection need not walk what the imports left: 0.5 s in mid-step"),
     ]
     if HAVE_TE and _te_version() >= TE_LOSS:
         found.append(("model.config.cross_entropy_fusion_impl", "te", "Transformer Engine's loss where ours is off"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -44,7 +43,6 @@ def _dry_runs() -> dict[str, tuple[str, float]]:
     (Path.cwd() / "docs").symlink_to(ROOT / "docs")
     before, found = dict(os.environ), {}
     launch(RunSpec(recipe="qwen25_tiny", dryrun=True))  # imports what the others share
-    gc.freeze()  # a collection that walks what NeMo imported takes a second
     for recipe in recipes():
         for executor in EXECUTORS:
             os.environ.clear()
