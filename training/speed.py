@@ -183,7 +183,7 @@ def hash_triton() -> None:
     try:
         from triton.runtime.cache import triton_key
     except ImportError:
-        try:  # before Triton 3.4
+        try:  # before Triton 3.5
             from triton.compiler.compiler import triton_key
         except ImportError:
             return

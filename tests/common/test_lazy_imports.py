@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -163,10 +164,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def _use_all() -> list[str]:
     """Load every listed module in this process; returns what is wrong."""
     wrong, before = [], {}
+    elsewhere = [name for name in ("transformer_engine", "zarr", "jax") if importlib.util.find_spec(name) is None]
     listed = {
         name: entry
         for name, entry in lazy_imports.MODULES.items()
-        if importlib.util.find_spec(name.partition(".")[0]) is not None  # Transformer Engine is not on every machine
+        if name.partition(".")[0] not in elsewhere and entry.needs not in elsewhere
     }
     for name, entry in listed.items():
         module = importlib.import_module(name)
@@ -203,6 +205,27 @@ def _call_hamming() -> Any:
 def test_a_function_found_later_gives_what_the_real_one_gives(forked: Callable[..., Any]) -> None:
     later, real = forked(_call_hamming)
     assert later == real
+
+
+def _continue_from_a_checkpoint() -> tuple[list[str], bool]:
+    """The listed modules that llm.pretrain's look at a checkpoint loads, and whether a second Lightning is loaded."""
+    from nemo.collections.llm import api
+
+    api.set_modelopt_spec_if_exists_in_ckpt(types.SimpleNamespace(), "no/checkpoint")
+    loaded = [name for name in lazy_imports.MODULES if name in sys.modules and not _is_lazy(name)]
+    return loaded, "pytorch_lightning" in sys.modules
+
+
+@pytest.mark.nemo
+def test_a_run_that_continues_a_checkpoint_loads_none_of_them(forked: Callable[..., Any]) -> None:
+    assert forked(_continue_from_a_checkpoint) == ([], False)
+
+
+@pytest.mark.usefixtures("packages")
+def test_what_needs_a_package_that_is_missing_fails_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(lazy_imports.MODULES, "broken", Lazy("", needs="not_installed_anywhere"))
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        importlib.import_module("broken")
 
 
 def _override_with_a_name_of_nemo() -> Any:

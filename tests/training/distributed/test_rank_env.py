@@ -102,7 +102,7 @@ def test_clear_removes_every_launchers_variables() -> None:
 
 
 def test_settings_of_an_mpi_library_stay() -> None:
-    """A container's OMPI_MCA_plm_rsh_agent lets MPI_Init work without ssh; Lightning calls it where mpi4py is."""
+    """A container's OMPI_MCA_plm_rsh_agent lets MPI_Init work without ssh; a library may call it."""
     environ = {"OMPI_MCA_plm_rsh_agent": "/bin/false", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     clear_rank_variables(environ)
     assert environ == {"OMPI_MCA_plm_rsh_agent": "/bin/false"}

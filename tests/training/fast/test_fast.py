@@ -117,6 +117,26 @@ def test_numbers_read_a_step_late_are_the_same(sample: Path, forked: Callable[..
         assert curve == curves[name], name
 
 
+@pytest.mark.parametrize("module", ["triton.runtime.cache", "triton.compiler.compiler"])
+def test_triton_hashes_its_files_in_a_thread(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`triton_key` is where Triton 3.5 has it, or where it was before."""
+    import sys
+    import threading
+    import types
+
+    from training.speed import hash_triton
+
+    called: list[str] = []
+    for name in ("triton", "triton.runtime", "triton.runtime.cache", "triton.compiler", "triton.compiler.compiler"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[module].triton_key = lambda: called.append(threading.current_thread().name)  # type: ignore[attr-defined]
+    hash_triton()
+    for thread in threading.enumerate():
+        if thread.name == "hash_triton":
+            thread.join()
+    assert called == ["hash_triton"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
 def test_the_fused_mlp_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """QuACK is installed, which asks for no GPU."""
