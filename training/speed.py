@@ -178,7 +178,7 @@ class Speed(pl.Callback):
 def hash_triton() -> None:
     """Have a thread hash Triton's own files while the model is built, where Triton is installed.
 
-    Triton does so before its first kernel and keeps the result. Its compiler alone is 0.4 GB.
+    Triton does so before its first kernel and keeps the result: 0.7 s (docs/measurements/start-up.md).
     """
     try:
         from triton.runtime.cache import triton_key
