@@ -68,9 +68,9 @@ def build_recipe(args: argparse.Namespace) -> tuple[Any, Any]:
     Returns:
         the resolved plan, and the recipe.
     """
-    from common import logs
     from common.environment.merge import apply_environment, complete_name
     from common.environment.sets import BACKEND_KEY
+    from common.load_nemo import load_nemo
     from common.spec import RunSpec
     from recipes.overrides import apply_to_recipe
     from recipes.resolve import resolve
@@ -79,7 +79,7 @@ def build_recipe(args: argparse.Namespace) -> tuple[Any, Any]:
     apply_environment(complete_name(args.env, resolved.plan.environment_set), os.environ, resolved.plan)
     resolved = resolved.with_spec(process_group_backend=os.environ.get(BACKEND_KEY))
     plan = resolved.plan
-    logs.load_nemo()
+    load_nemo()
 
     import nemo_run as run
 

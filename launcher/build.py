@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common import logs
+from common.load_nemo import load_nemo
 from common.rundir import RunDir
 from common.small_files import parse_yaml, read_small_file
 from common.spec import RunSpec
@@ -42,7 +42,7 @@ def build(resolved: Resolved, folder: RunDir, *, adapt_to_machine: bool) -> Buil
     Raises:
         UserError: an override that the recipe does not take.
     """
-    logs.load_nemo()
+    load_nemo()
     from recipes.build import adapt, collectives
 
     plan, recipe = resolved.plan, resolved.recipe

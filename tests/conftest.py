@@ -155,9 +155,9 @@ def call_in_fork(function: Callable[..., Any], *args: Any, cwd: Path, **kwargs: 
 @pytest.fixture(scope="session")
 def nemo() -> None:
     """NeMo is imported in this process, so that its forks have it."""
-    from common import logs
+    from common.load_nemo import load_nemo
 
-    logs.load_nemo()
+    load_nemo()
     import nemo.collections.llm.api  # noqa: F401
 
 

@@ -131,7 +131,7 @@ def clear_rank_variables(environ: MutableMapping[str, str]) -> list[str]:
 
 def _remove_rank_variables(environ: MutableMapping[str, str]) -> list[str]:
     # OMPI_MCA_... are settings of the library. Containers set some of them without which MPI_Init ends the process.
-    # Lightning calls it where mpi4py is installed, unless common.logs.load_nemo was called before.
+    # Lightning calls it where mpi4py is installed, unless common.load_nemo was called before.
     removed = [key for key in environ if (key.startswith(_OTHER_LAUNCHERS) and "_MCA_" not in key) or key in _TORCHRUN]
     for key in removed:
         del environ[key]
